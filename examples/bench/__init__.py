@@ -1,0 +1,1 @@
+"""Benchmarks: what the package promises, measured."""

@@ -1,0 +1,64 @@
+"""Puts a unit's action in the place of `module.forward`, and takes it away again.
+
+`forward` is replaced, never `__call__`, so module hooks stay outside a recomputed region and run once. The
+replacement is a plain function bound to the instance: a deep copy made during training (SWA, EMA) binds it to
+the copy, which nobody registered, and so runs the copy's own forward.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_handlers: weakref.WeakKeyDictionary[nn.Module, tuple[Handler, bool]] = weakref.WeakKeyDictionary()
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The replacement; its name makes a pickled bound method resolve to the class's own forward."""
+    entry = _handlers.get(self)
+    if entry is None:
+        return type(self).forward(self, *args, **kwargs)
+    return entry[0](args, kwargs)
+
+
+def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler]) -> None:
+    """Replace a module's forward by the handler that `make_handler` builds around the original one."""
+    original = module.__dict__.get("forward")
+    # A weak proxy: a handler that held the module would keep the registry's weak key alive for ever.
+    inner = original if original is not None else _ClassForward(module)
+    _handlers[module] = (make_handler(inner), original is not None)
+    if original is not None:
+        module.__dict__["_mimose_original_forward"] = original
+    module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def unpatch(module: nn.Module) -> None:
+    """Undo `patch`; does nothing on a module that is not patched."""
+    entry = _handlers.pop(module, None)
+    if entry is None:
+        return
+    module.__dict__.pop("forward", None)
+    if entry[1]:
+        module.__dict__["forward"] = module.__dict__.pop("_mimose_original_forward")
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether `patch` is in force on a module."""
+    return module in _handlers
+
+
+class _ClassForward:
+    """Calls the class's forward on a module it does not keep alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        return type(module).forward(module, *args, **kwargs)

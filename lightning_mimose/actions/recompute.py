@@ -1,0 +1,84 @@
+"""Recompute: keep a region's inputs, run its forward again in backward (activation checkpointing).
+
+`torch.utils.checkpoint` without reentrance, around `forward`. Its traps, and what guards against each:
+tensors in keyword arguments are invisible to its RNG stash and version checks, so all tensors are passed
+positionally; buffers that the forward writes would be written twice, so they are put back; the arguments must
+not be kept alive by the region's closure, so tensors are taken out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lightning_mimose.actions.state import Saved, WrittenState
+
+
+class RegionObserver(Protocol):
+    """Watches one region's runs; how the collector measures without an extra forward."""
+
+    def forward_run(self) -> AbstractContextManager[None]:
+        """Entered around the run in forward."""
+
+    def recompute_run(self) -> AbstractContextManager[None]:
+        """Entered around every run in backward."""
+
+    def recomputed(self, out: Any) -> None:
+        """Shown what a run in backward returned."""
+
+
+def recompute(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    observer: RegionObserver | None = None,
+) -> Any:
+    """Run a unit's forward as a checkpointed region.
+
+    Args:
+        original: The unit's own forward.
+        args: Its positional arguments, any structure.
+        kwargs: Its keyword arguments, any structure.
+        state: The unit's written buffers, put back around a recomputation.
+        observer: Watches the runs; a watched recomputation runs to its end (no early stop).
+
+    Returns:
+        What the forward returned.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[i] for i in where]
+    for i in where:
+        leaves[i] = None
+    before: Saved = []
+    ran = False
+
+    def region(*given: torch.Tensor) -> Any:
+        nonlocal before, ran
+        filled = list(leaves)
+        for i, tensor in zip(where, given, strict=True):
+            filled[i] = tensor
+        inner_args, inner_kwargs = tree_unflatten(filled, spec)
+        # The region holds what it was given only until its own forward has bound it.
+        del filled, given
+        if not ran:
+            ran = True
+            copies = state.before_forward()
+            with observer.forward_run() if observer else nullcontext():
+                out = original(*inner_args, **inner_kwargs)
+            before = state.after_forward(copies)
+            return out
+        with state.restored(before), observer.recompute_run() if observer else nullcontext():
+            out = original(*inner_args, **inner_kwargs)
+            if observer:
+                observer.recomputed(out)
+            return out
+
+    with set_checkpoint_early_stop(observer is None):
+        return checkpoint(region, *tensors, use_reentrant=False)

@@ -1,0 +1,252 @@
+"""The advisor: what was learnt, and the plan it gives for a size. Numbers only; it outlives the model.
+
+The engine asks it at every step; reports, `explain` and a user's questions ask it after training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_mimose.budget import format_bytes
+from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
+from lightning_mimose.measure.observe import Observation
+from lightning_mimose.plan import Plan, PlanCache, Scheduler
+from lightning_mimose.plan.optimal import smallest_feasible
+from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.sizes import BatchSize, SizeTracker
+
+log = logging.getLogger(__name__)
+
+PlannerChoice = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
+
+RESERVE_SHARE = 0.002
+"""Share of the budget kept free of plans: small allocations that no column describes (logged scalars, hooks)."""
+MINIMUM_UNIT_SHARE = 1e-4
+"""Units that save less than this share of the budget are left alone."""
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do with one batch.
+
+    Attributes:
+        plan: The plan; None to run sheltered.
+        predicted_peak_bytes: For the batch's actual size; None when sheltered.
+        cache_hit: Whether the plan was known.
+        infeasible: Whether even the most saving plan exceeds the budget.
+    """
+
+    plan: Plan | None
+    predicted_peak_bytes: int | None
+    cache_hit: bool
+    infeasible: bool = False
+
+
+class Advisor:
+    """Learns from measured steps and answers with plans.
+
+    Args:
+        budget_bytes: The budget in force.
+        size_fn: Batch -> size; None reads the dimensions of its tensors.
+        planner: See `plan.Scheduler`.
+        fingerprint: Identifies model, precision and device; what was learnt for another is not used.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
+        planner: PlannerChoice = "auto",
+        fingerprint: str = "",
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.fingerprint = fingerprint
+        self.tracker = SizeTracker(size_fn)
+        self.estimator = Estimator()
+        self.cache = PlanCache()
+        self.scheduler = Scheduler(planner)
+        self.shelter: dict[str, str] = {}
+        self.left_out: set[str] = set()
+        self.resident = Resident(0, 0, True, 0)
+        self._surplus_bytes = 0
+        self._announced = False
+        self._actual_peaks: dict[Any, int] = {}
+
+    def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
+        """The plan for a batch.
+
+        Args:
+            size: Its size, as observed.
+            resident: What is resident, the batch included.
+            batch_bytes: The batch's part of it, which does not identify a plan.
+        """
+        self.resident = Resident(
+            resident.lasting_bytes - batch_bytes,
+            resident.old_gradient_bytes,
+            resident.zeroes_gradients,
+            resident.update_bytes - batch_bytes,
+        )
+        rounded = size.rounded_up()
+        key = (rounded, self.resident)
+        plan = self.cache.get(key, self.budget_bytes)
+        hit, infeasible = plan is not None, False
+        if plan is None:
+            prediction = self.estimator.predict(dict(rounded.dims))
+            if prediction is None or not prediction.trusted:
+                return Advice(None, None, False)
+            self._announce()
+            plan, infeasible = self._plan(self._timeline(prediction, resident), prediction, key)
+        return Advice(plan, self._actual_peak(size, rounded, plan, resident), hit, infeasible)
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self._announced = True
+            log.info("mimose: %d sizes measured, planning begins", len(self.estimator))
+
+    def _plan(self, timeline: Timeline, prediction: Prediction, key: Any) -> tuple[Plan, bool]:
+        budget, cache = self.budget_bytes, self.cache
+        incumbents = cache.incumbents(key, budget)
+        for target in (budget - self._margin_bytes(prediction), budget):
+            plan = self.scheduler.plan(
+                timeline,
+                target,
+                incumbents=incumbents,
+                on_better=lambda better: cache.replace(key, budget, plan, better) if plan is not None else None,
+            )
+            if plan is not None:
+                cache.put(key, budget, plan)
+                return plan, False
+        return smallest_feasible(timeline), True
+
+    def _margin_bytes(self, prediction: Prediction) -> int:
+        activation = max(0, self.budget_bytes - self.resident.lasting_bytes)
+        return int(RESERVE_SHARE * self.budget_bytes + 1.5 * prediction.error * activation) + self._surplus_bytes
+
+    def _timeline(self, prediction: Prediction, resident: Resident, budget_bytes: int | None = None) -> Timeline:
+        return prediction.structure.timeline(
+            prediction.values,
+            resident,
+            seconds_per_flop=self.estimator.seconds_per_flop(),
+            minimum_bytes=int(MINIMUM_UNIT_SHARE * (budget_bytes or self.budget_bytes)),
+            left_out=frozenset(self.left_out),
+        )
+
+    def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
+        """A plan is made for a size rounded up; the prediction is for the actual one."""
+        if rounded == size:
+            return plan.predicted_peak_bytes
+        slot = (size, plan, resident)
+        if slot not in self._actual_peaks:
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None:
+                return None
+            if len(self._actual_peaks) > 4096:
+                self._actual_peaks.clear()
+            self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
+        return self._actual_peaks[slot]
+
+    # --- learning ---------------------------------------------------------------------------------------------
+
+    def learn(self, size: BatchSize, observation: Observation) -> None:
+        """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+        self.estimator.add(dict(size.dims), observation.structure, observation.values)
+        self.cache.clear()
+        self._actual_peaks.clear()
+
+    def verify(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> None:
+        """Compare a planned step with its prediction; what was missing is kept free from now on."""
+        missed = measured_peak_bytes - predicted_peak_bytes
+        if missed > 0:
+            self._surplus_bytes = max(missed, self._surplus_bytes)
+            self.cache.clear()
+        else:
+            self._surplus_bytes = int(self._surplus_bytes * 0.9)
+
+    # --- asking -----------------------------------------------------------------------------------------------
+
+    def plan(self, batch_or_size: Any, budget_bytes: int | None = None) -> Plan:
+        """The plan that a batch, or named dimensions, would get.
+
+        Raises:
+            BudgetInfeasibleError: No plan fits.
+            MimoseError: Nothing is known about this size yet.
+        """
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        timeline, prediction = self.timeline(batch_or_size, budget)
+        for target in (budget - self._margin_bytes(prediction), budget):
+            plan = self.scheduler.plan(timeline, target)
+            if plan is not None:
+                return plan
+        least = self.sure_bytes(timeline)
+        raise BudgetInfeasibleError(
+            f"No plan keeps {batch_or_size if _is_size(batch_or_size) else 'this batch'} inside {budget:,} bytes "
+            f"({format_bytes(budget)}). Give at least {least:,} bytes ({format_bytes(least)}).",
+            budget_bytes=budget,
+            resident_bytes=self.resident.total_bytes,
+            smallest_feasible_bytes=least,
+        )
+
+    def timeline(self, batch_or_size: Any, budget_bytes: int | None = None) -> tuple[Timeline, Prediction]:
+        """The timeline of a batch, or of named dimensions, and the prediction it was made from.
+
+        Raises:
+            MimoseError: Nothing is known about this size yet.
+        """
+        size = self.tracker.look(batch_or_size)
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            raise MimoseError(
+                f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "
+                "Ask again after some training steps on batches with these dimensions."
+            )
+        data = round(float(prediction.values[prediction.structure.batch]))
+        here = self.resident
+        resident = Resident(
+            here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
+        )
+        return self._timeline(prediction, resident, budget_bytes), prediction
+
+    def least(self, timeline: Timeline) -> dict[str, str]:
+        """Actions of the plan with the least peak."""
+        return dict(smallest_feasible(timeline))
+
+    def sure_bytes(self, timeline: Timeline) -> int:
+        """The least budget that is sure to do: the peak of the plan that a run which knows nothing starts with."""
+        known = timeline.option_index
+        return timeline.peak_bytes({unit: a for unit, a in self.shelter.items() if (unit, a) in known})
+
+    def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
+        """`sure_bytes` of a batch, or of named dimensions."""
+        return self.sure_bytes(self.timeline(batch_or_size)[0])
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self.fingerprint,
+            "tracker": self.tracker.state_dict(),
+            "estimator": self.estimator.state_dict(),
+            "surplus_bytes": self._surplus_bytes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over what was learnt for the same model, precision and device; returns whether it was."""
+        if state.get("version") != STATE_VERSION or state.get("fingerprint") != self.fingerprint:
+            return False
+        self.tracker.load_state_dict(state["tracker"])
+        self.estimator.load_state_dict(state["estimator"])
+        self._surplus_bytes = int(state["surplus_bytes"])
+        return True
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(item, int) for item in value.values())

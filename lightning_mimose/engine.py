@@ -1,0 +1,389 @@
+"""The engine: one step from batch to record. It knows no Lightning; every door is a thin wrapper around it.
+
+    batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> units -> forward, backward
+          -> meter -> estimator
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers
+from lightning_mimose.actions.patch import unpatch
+from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
+from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
+from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
+from lightning_mimose.measure.collector import StepRecorder, StepTrace, resident_tensors
+from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.meter import make_meter
+from lightning_mimose.measure.observe import observe
+from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.report.record import StepRecord
+from lightning_mimose.sizes import BatchSize
+from lightning_mimose.units import Unit, find_units
+
+VERIFIED_STEPS = 2
+"""Planned steps that are measured where measuring costs time, before every `MEASURE_EVERY`th."""
+MEASURE_EVERY = 50
+
+
+@dataclass
+class _Step:
+    """The step that is running."""
+
+    size: BatchSize
+    batch_idx: int
+    epoch: int
+    advice: Advice
+    resident: Resident
+    batch_bytes: int
+    actions: Mapping[str, str]
+    planning_seconds: float
+    recorder: StepRecorder | None = None
+    gradients: GradientLedger | None = None
+    measured_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    updating: bool = False
+
+    @property
+    def sheltered(self) -> bool:
+        return self.advice.plan is None
+
+
+class Engine:
+    """Keeps the steps of one model inside a budget.
+
+    Args:
+        model: The model whose submodules are planned.
+        budget: What `parse_budget` takes.
+        units: Patterns that name the units; None finds them.
+        size_fn: Batch -> size; None reads the dimensions of its tensors.
+        actions: Names of the actions that plans may use; None for those that pay on this device.
+        planner: See `plan.Scheduler`.
+        on_infeasible: What to do when no plan fits.
+        device: Where the step runs; None asks the model's parameters.
+        bucket_bytes: What a distributed wrapper keeps resident besides.
+
+    Raises:
+        BudgetError: The budget cannot be understood, or exceeds the device.
+        UnitsError: There is nothing to plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: str | int | float,
+        units: Sequence[str] | None = None,
+        size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
+        actions: Sequence[str] | None = None,
+        planner: PlannerChoice = "auto",
+        on_infeasible: Literal["raise", "warn"] = "raise",
+        device: torch.device | None = None,
+        bucket_bytes: int = 0,
+    ) -> None:
+        self.model = model
+        self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.on_infeasible = on_infeasible
+        self.actions = check_actions(actions)
+        self.units: tuple[Unit, ...] = find_units(model, units)
+        self.ledger = ResidentLedger(model, bucket_bytes)
+        self.memory = device_memory(self.device)
+        spec: Budget = parse_budget(budget)
+        budget_bytes = spec.resolve(self.memory, held_bytes=self._held_bytes())
+        self.advisor = Advisor(
+            budget_bytes, size_fn=size_fn, planner=planner, fingerprint=_fingerprint(model, self.device)
+        )
+        self.session = Session()
+        self._caches = CacheSwitch()
+        self._update_cost = OptimizerCost(0, 0)
+        self._step: _Step | None = None
+        self._planned = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in force."""
+        return self.advisor.budget_bytes
+
+    def _held_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_reserved(self.device))
+        return self.ledger.lasting_bytes() + self.ledger.gradient_bytes()
+
+    # --- attaching --------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Patch the units, and switch off what would defeat them.
+
+        Raises:
+            UnitsError: Every unit is checkpointed already.
+        """
+        own = checkpointed_layers(self.model)
+        left_out = {unit.name for unit in self.units if any(_related(unit.name, layer) for layer in own if layer)}
+        usable = [unit for unit in self.units if unit.name not in left_out]
+        if not usable:
+            raise UnitsError(
+                f"All {len(self.units)} units of {type(self.model).__name__} are checkpointed by Hugging Face's own "
+                "switch. Call model.gradient_checkpointing_disable() to let the budget decide."
+            )
+        if left_out:
+            warnings.warn(
+                f"Hugging Face gradient checkpointing is switched on in {len(own)} modules ({own[-1]!r}, ...): they "
+                "recompute on every batch, whether it fits or not, and are left alone. Call "
+                "model.gradient_checkpointing_disable() to let the budget decide.",
+                stacklevel=3,
+            )
+        self._caches.off(self.model)
+        for unit in usable:
+            patch_unit(unit, self.session)
+        self.advisor.left_out = left_out
+        self.advisor.shelter = {unit.name: "recompute" for unit in usable if unit.shelter}
+
+    def detach(self) -> None:
+        """Leave the model as it was. What was learnt stays with the advisor."""
+        self.abort_step()
+        for unit in self.units:
+            unpatch(unit.module)
+        self._caches.restore()
+        self.advisor.scheduler.close()
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Name the optimizers; what their first update will allocate is reserved from now on.
+
+        Raises:
+            BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
+        """
+        self.ledger.watch(optimizers)
+        costs = [probe_optimizer(optimizer) for optimizer in optimizers]
+        self._update_cost = OptimizerCost(
+            sum(cost.state_bytes for cost in costs), max((cost.transient_bytes for cost in costs), default=0)
+        )
+        lasting = self.ledger.lasting_bytes()
+        least = self._update_bytes(lasting)
+        if least > self.budget_bytes and self.on_infeasible == "raise":
+            self._refuse(
+                lasting + self.ledger.gradient_bytes(),
+                least,
+                f"the optimizer's update alone needs {format_bytes(least)} (parameters, buffers and state "
+                f"{format_bytes(lasting)}, gradients {format_bytes(self.ledger.gradient_capacity_bytes)}, state still "
+                f"to come {format_bytes(self._update_cost.state_bytes)}, temporaries "
+                f"{format_bytes(self._update_cost.transient_bytes)}), before any activation",
+            )
+
+    def _update_bytes(self, lasting_bytes: int) -> int:
+        pending = 0 if self.ledger.state_bytes() else self._update_cost.state_bytes
+        return lasting_bytes + self.ledger.gradient_capacity_bytes + pending + self._update_cost.transient_bytes
+
+    # --- one step ---------------------------------------------------------------------------------------------
+
+    def begin_step(self, batch: Any, *, batch_idx: int = 0, epoch: int = 0, zeroes_gradients: bool = True) -> None:
+        """Choose a plan for a batch and put it in force, before its forward.
+
+        Args:
+            batch: The batch, on its device.
+            batch_idx: Index in the epoch, for the record.
+            epoch: Index of the epoch, for the record.
+            zeroes_gradients: Whether gradients of the last step are set to None before this step's backward.
+
+        Raises:
+            BudgetInfeasibleError: No plan keeps this batch inside the budget.
+            SizeError: The batch has no tensors, or another type than before.
+        """
+        began = time.perf_counter()
+        size = self.advisor.tracker.observe(batch)
+        data = batch_bytes(batch)
+        lasting = self.ledger.lasting_bytes() + data
+        resident = Resident(lasting, self.ledger.gradient_bytes(), zeroes_gradients, self._update_bytes(lasting))
+        advice = self.advisor.advise(size, resident, data)
+        if advice.infeasible:
+            self._infeasible_by_prediction(size, resident)
+        actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
+        self._step = step = _Step(
+            size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began
+        )
+        if step.sheltered or self._measures_planned_step():
+            step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
+            known = resident_tensors(self.model, batch) if step.sheltered else ()
+            step.recorder = StepRecorder(make_meter(self.device), known, step.gradients)
+        self.session.arm(actions, step.recorder if step.sheltered else None)
+        if step.recorder is not None:
+            step.recorder.start()
+
+    def _measures_planned_step(self) -> bool:
+        return self.device.type != "cpu" or self._planned < VERIFIED_STEPS or self._planned % MEASURE_EVERY == 0
+
+    def begin_backward(self, loss: torch.Tensor | None = None) -> None:
+        """The forward is done and gradients are zeroed; backward begins."""
+        step = self._step
+        if step is not None and step.recorder is not None and step.gradients is not None and not step.updating:
+            step.gradients.begin_backward()
+            step.recorder.begin_backward(loss if step.sheltered else None)
+
+    def before_update(self) -> None:
+        """Backward is done; an optimizer is about to update.
+
+        Raises:
+            BudgetInfeasibleError: The step was measured, and the most saving plan exceeded the budget.
+        """
+        step = self._step
+        if step is None or step.updating:
+            return
+        measured = step.recorder is not None
+        self._finish_measuring(step)
+        step.updating = True
+        if measured:
+            step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
+            step.recorder = StepRecorder(make_meter(self.device), (), step.gradients)
+            step.recorder.start()
+
+    def end_step(self) -> StepRecord | None:
+        """The step is over; None if none was running.
+
+        Raises:
+            BudgetInfeasibleError: As `before_update`, for a step without an update.
+        """
+        step = self._step
+        if step is None:
+            return None
+        if step.updating:
+            self._finish_update(step)
+        else:
+            self._finish_measuring(step)
+        self._clear(step)
+        self._planned += not step.sheltered
+        return StepRecord(
+            step=0,
+            batch_idx=step.batch_idx,
+            epoch=step.epoch,
+            size=self.advisor.tracker.named(step.size),
+            sheltered=step.sheltered,
+            cache_hit=step.advice.cache_hit,
+            retried=False,
+            budget_bytes=self.budget_bytes,
+            resident_bytes=step.resident.total_bytes,
+            predicted_peak_bytes=step.advice.predicted_peak_bytes,
+            measured_peak_bytes=step.measured_peak_bytes,
+            reserved_peak_bytes=step.reserved_peak_bytes,
+            actions=dict(step.actions),
+            planning_seconds=step.planning_seconds,
+        )
+
+    def abort_step(self) -> None:
+        """An exception ended the step: stop measuring and disarm; nothing is learnt from it."""
+        step = self._step
+        if step is not None:
+            if step.recorder is not None:
+                step.recorder.stop()
+            self._clear(step)
+
+    def _clear(self, step: _Step) -> None:
+        if step.gradients is not None:
+            step.gradients.close()
+        step.recorder = step.gradients = None
+        self.session.disarm()
+        self._step = None
+
+    def _finish_measuring(self, step: _Step) -> None:
+        """Stop the meter after backward, learn, and see whether the promise was kept."""
+        if step.recorder is None or step.gradients is None:
+            return
+        step.recorder.mark("step", "end")
+        trace, step.recorder = step.recorder.stop(), None
+        step.gradients.close()
+        peak = self._take_peak(step, trace)
+        if not step.sheltered:
+            self.advisor.verify(step.advice.predicted_peak_bytes or peak, peak)
+            return
+        if any("backward" in call.marks for call in trace.calls):
+            self.advisor.learn(step.size, observe(trace, step.batch_bytes))
+        if peak > self.budget_bytes:
+            self._infeasible(step.size, step.resident, peak, peak, "with every unit recomputed")
+
+    def _finish_update(self, step: _Step) -> None:
+        if step.recorder is None:
+            return
+        state_before = step.resident.lasting_bytes - step.batch_bytes
+        trace, step.recorder = step.recorder.stop(), None
+        self._take_peak(step, trace)
+        if self.ledger.lasting_bytes() == state_before:
+            # The update as it really is replaces what was measured on small copies.
+            transient = max(interval.peak_bytes for interval in trace.intervals)
+            self._update_cost = OptimizerCost(self._update_cost.state_bytes, transient)
+
+    def _take_peak(self, step: _Step, trace: StepTrace) -> int:
+        peak = step.resident.lasting_bytes + trace.peak_bytes
+        step.measured_peak_bytes = max(peak, step.measured_peak_bytes or 0)
+        if trace.reserved_peak_bytes is not None:
+            step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
+        return peak
+
+    # --- refusing ---------------------------------------------------------------------------------------------
+
+    def _infeasible_by_prediction(self, size: BatchSize, resident: Resident) -> None:
+        timeline, _ = self.advisor.timeline(dict(size.dims))
+        least = min(self.advisor.sure_bytes(timeline), timeline.peak_bytes(self.advisor.least(timeline)))
+        where = timeline.peak_position(self.advisor.least(timeline))
+        self._infeasible(
+            size, resident, least, self.advisor.sure_bytes(timeline), f"under the most saving plan (at: {where})"
+        )
+
+    def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
+        what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
+        if self.on_infeasible == "raise":
+            self._refuse(resident.total_bytes, sure, what)
+        warnings.warn(
+            f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",
+            stacklevel=4,
+        )
+
+    def _refuse(self, resident_bytes: int, smallest: int, why: str) -> None:
+        raise BudgetInfeasibleError(
+            f"The budget of {self.budget_bytes:,} bytes ({format_bytes(self.budget_bytes)}) cannot be kept: {why}. "
+            f"Resident are {resident_bytes:,} bytes ({format_bytes(resident_bytes)}). Give at least {smallest:,} bytes "
+            f"({format_bytes(smallest)}), use smaller batches or an optimizer with less state, or go on with the most "
+            'saving plan by on_infeasible="warn".',
+            budget_bytes=self.budget_bytes,
+            resident_bytes=resident_bytes,
+            smallest_feasible_bytes=smallest,
+        )
+
+
+def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the actions to plan with.
+
+    Raises:
+        UnsupportedError: A name that is no action of this version.
+    """
+    if actions is None:
+        return ("recompute",)
+    unknown = [name for name in actions if name != "recompute"]
+    if unknown or not actions:
+        raise UnsupportedError(
+            f"actions={list(actions)!r} was asked for; this version plans with 'recompute' only. Leave actions out, or "
+            "pass actions=['recompute']."
+        )
+    return tuple(actions)
+
+
+def _related(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _fingerprint(model: nn.Module, device: torch.device) -> str:
+    """Identifies what memory depends on: names, shapes and dtypes of the parameters, which are trained, the device."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{type(model).__qualname__}/{kind}/{digest.hexdigest()[:16]}"

@@ -1,0 +1,56 @@
+"""Every error of the package, as a tree.
+
+    MimoseError
+    ├── BudgetError              a budget that cannot be parsed, is negative, or exceeds the device
+    ├── BudgetInfeasibleError    no plan keeps this batch inside the budget
+    ├── UnitsError               unit patterns that match nothing, or a model with nothing to plan
+    ├── SizeError                a batch without tensors, or whose structure changed between batches
+    ├── PlanError                a forced plan that names unknown units, actions, or nested units
+    └── UnsupportedError         a strategy or setting that the package refuses, by name
+
+A message says what was asked, what was found and what to change, with numbers.
+"""
+
+from __future__ import annotations
+
+
+class MimoseError(Exception):
+    """Base of every error that the package raises on purpose."""
+
+
+class BudgetError(MimoseError, ValueError):
+    """A budget that cannot be parsed, is not positive, or exceeds the device."""
+
+
+class BudgetInfeasibleError(MimoseError):
+    """No plan keeps the step inside the budget.
+
+    Attributes:
+        budget_bytes: What was asked for.
+        resident_bytes: What parameters, gradients, optimizer state and batch take by themselves.
+        smallest_feasible_bytes: The least budget that would work with the current units and actions, where known.
+    """
+
+    def __init__(
+        self, message: str, *, budget_bytes: int, resident_bytes: int, smallest_feasible_bytes: int | None
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.resident_bytes = resident_bytes
+        self.smallest_feasible_bytes = smallest_feasible_bytes
+
+
+class UnitsError(MimoseError, ValueError):
+    """Unit patterns that match nothing, or a model in which nothing can be planned."""
+
+
+class SizeError(MimoseError, TypeError):
+    """A batch without tensors, a `size_fn` that returns no sizes, or sizes that changed type between batches."""
+
+
+class PlanError(MimoseError, ValueError):
+    """A forced plan that names unknown units or actions, or acts on a unit and its ancestor at once."""
+
+
+class UnsupportedError(MimoseError):
+    """A strategy or setting the package does not support; the message names it and what to use instead."""

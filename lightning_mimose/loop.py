@@ -1,0 +1,160 @@
+"""The door for a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mimose.advisor import PlannerChoice
+from lightning_mimose.engine import Engine
+from lightning_mimose.plan import Plan
+from lightning_mimose.report.record import History, StepRecord
+from lightning_mimose.report.report import Report
+
+
+class Mimose:
+    """Keeps a plain training loop inside a memory budget.
+
+    Args:
+        model: Any module; its submodules are planned.
+        budget: `"8GB"`, `"8GiB"`, bytes, a share of the device (`0.8`, `"80%"`) or `"auto"`.
+        optimizer: Stepped by `step`; None to only run forward and backward.
+        loss_fn: Called as `loss_fn(model, batch)`; by default the model is called with the batch (a mapping by
+            keyword, a sequence by position) and its `loss`, its first element, or itself is the loss.
+        units: Patterns or class names of what to plan; None finds it.
+        size_fn: Batch -> int or named dimensions; None reads the batch's tensors.
+        actions: Names of the actions plans may use; None for those that pay.
+        planner: "auto", "exact", "greedy" (the paper's), or a callable (timeline, budget_bytes) -> plan.
+        on_infeasible: "raise", or "warn" to go on with the most saving plan.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        >>> model = nn.Sequential(*[block() for _ in range(4)])
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=lambda m, x: m(x).pow(2).mean()) as mimose:
+        ...     for _ in range(3):
+        ...         loss = mimose.step(torch.randn(32, 16))
+        >>> len(mimose.records)
+        3
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: str | int | float = "auto",
+        optimizer: Optimizer | None = None,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+        units: Sequence[str] | None = None,
+        size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
+        actions: Sequence[str] | None = None,
+        planner: PlannerChoice = "auto",
+        on_infeasible: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        self._model: nn.Module | None = model
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn or _own_loss
+        self._history = History()
+        self._engine: Engine | None = Engine(
+            model,
+            budget=budget,
+            units=units,
+            size_fn=size_fn,
+            actions=actions,
+            planner=planner,
+            on_infeasible=on_infeasible,
+        )
+        self._advisor = self._engine.advisor
+        self._units = tuple(unit.name for unit in self._engine.units)
+        self._engine.watch([optimizer] if optimizer is not None else [])
+        self._engine.attach()
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget, in bytes."""
+        return self._advisor.budget_bytes
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """One record per step, the newest 10,000."""
+        return list(self._history.records)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Run one step: forward, zero the gradients, backward, update.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            BudgetInfeasibleError: No plan keeps this batch inside the budget. No update was made.
+        """
+        engine, model = self._engine, self._model
+        if engine is None or model is None:
+            raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
+        try:
+            engine.begin_step(batch)
+            loss = self._loss_fn(model, batch)
+            model.zero_grad(set_to_none=True)
+            engine.begin_backward(loss)
+            loss.backward()
+            engine.before_update()
+            if self._optimizer is not None:
+                self._optimizer.step()
+            record = engine.end_step()
+        except BaseException:
+            engine.abort_step()
+            raise
+        if record is not None:
+            self._history.add(record)
+        return loss.detach()
+
+    def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
+        """The plan that a batch (or named dimensions) would get, under this budget or another one in bytes."""
+        return self._advisor.plan(batch_or_size, budget)
+
+    def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
+        """The least budget that is sure to do for a batch (or named dimensions)."""
+        return self._advisor.smallest_feasible_bytes(batch_or_size)
+
+    def report(self) -> Report:
+        """What happened so far."""
+        return Report(self._history, self._units, self._advisor.budget_bytes)
+
+    def close(self) -> None:
+        """Leave the model as it was. Records, plans and the report stay available."""
+        if self._engine is not None:
+            self._engine.detach()
+        self._engine = self._model = self._optimizer = None
+
+    def __enter__(self) -> Mimose:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        out = model(*batch)
+    else:
+        out = model(batch)
+    loss = getattr(out, "loss", None)
+    if loss is None:
+        loss = out[0] if isinstance(out, (tuple, list)) else out["loss"] if isinstance(out, Mapping) else out
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"The model returned a {type(out).__name__} without a scalar loss. Pass loss_fn=lambda model, batch: ... "
+            "that returns one."
+        )
+    return loss

@@ -1,0 +1,433 @@
+"""The collector: what every unit costs, measured in the steps that run anyway.
+
+A sheltered step recomputes its shelter units, so each of them runs a second time in backward with everything
+it saves kept alive. Measuring there costs no extra forward. Every unit's call gets marks on the meter's curve
+(its forward, its recomputation, the start of its backward), and a counting hook that delegates to the
+checkpoint's own sees which storages each nested unit saves.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_mimose.measure.meter import Interval, Meter
+from lightning_mimose.measure.resident import batch_tensors
+
+GradientBytes = Callable[[], tuple[int, int]]
+"""Returns the bytes of gradients that exist: (older than this step, made in it)."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one unit in a measured step. Numbers only, and weak references while the step runs.
+
+    Attributes:
+        unit: Name of the unit.
+        occurrence: How many times the unit was called before in this step.
+        parent: The enclosing call.
+        action: What the unit did.
+        inputs: Storage id -> bytes of the tensors it was given.
+        saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
+        outputs: Storage ids of what it returned while everything was kept, in order.
+        returned: Storage ids of what it returned in forward, in order.
+        output_held: Whether somebody else holds what it returned when the backward pass begins.
+        marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
+        flops: Floating-point operations of its recomputation, up to the last tensor saved.
+        seconds: Duration of its recomputation.
+    """
+
+    unit: str
+    occurrence: int
+    parent: Call | None
+    action: str
+    inputs: dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    output_held: bool = False
+    marks: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Identifies the call across steps."""
+        return self.unit if self.occurrence == 0 else f"{self.unit}#{self.occurrence}"
+
+    def within(self, other: Call) -> bool:
+        """Whether this call is `other` or nested in it."""
+        call: Call | None = self
+        while call is not None:
+            if call is other:
+                return True
+            call = call.parent
+        return False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark on the curve: whose (a call's key, or "step"), which, and the gradients alive at that moment."""
+
+    owner: str
+    name: str
+    old_gradient_bytes: int
+    new_gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A measured step: its calls, its marks, and the interval that each mark opens.
+
+    Attributes:
+        calls: Every unit call, in forward order.
+        marks: Every mark, in order of time.
+        intervals: As many as `marks`.
+        saved_between: Storage ids that operations outside every region saved for backward.
+        reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
+    """
+
+    calls: tuple[Call, ...]
+    marks: tuple[Mark, ...]
+    intervals: tuple[Interval, ...]
+    saved_between: frozenset[int] = frozenset()
+    reserved_peak_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest bytes above what is resident besides gradients."""
+        return max(
+            (mark.old_gradient_bytes + interval.peak_bytes for mark, interval in zip(self.marks, self.intervals, strict=True)),
+            default=0,
+        )
+
+
+class StepRecorder:
+    """Records one step. Units report their calls; the engine reports the step's own marks.
+
+    Args:
+        meter: Measures the curve; started by `start`.
+        resident: Storages that are not activations (parameters, buffers), left out of what units save.
+        gradient_bytes: Tells the gradients alive now.
+        count_flops: Whether to count operations in recomputations.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        resident: Sequence[torch.Tensor],
+        gradient_bytes: GradientBytes,
+        *,
+        count_flops: bool = True,
+    ) -> None:
+        self._meter = meter
+        self._gradient_bytes = gradient_bytes
+        self._resident = {t.untyped_storage()._cdata for t in resident if t.layout == torch.strided}
+        self._ids: Any = WeakIdKeyDictionary()
+        self._next_id = 0
+        self._count_flops = count_flops
+        self._calls: list[Call] = []
+        self._marks: list[Mark] = []
+        self._stack: list[Call] = []
+        self._occurrences: dict[str, int] = {}
+        self._replay: Iterator[Call] | None = None
+        self._outputs: list[tuple[Call, weakref.ref[Any]]] = []
+        self._saved_between: set[int] = set()
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the meter; the first interval belongs to the step."""
+        self._meter.start()
+        old, new = self._gradient_bytes()
+        self._marks.append(Mark("step", "start", old, new))
+
+    def begin_backward(self, loss: torch.Tensor | None = None) -> None:
+        """Mark the start of a backward pass, and note who holds what at this moment.
+
+        Units' outputs that are alive now are held by somebody. What operations outside regions saved is read off
+        the graph of `loss`: a storage that only regions hold would be free if they were kept.
+        """
+        for call, storage in self._outputs:
+            call.output_held = call.output_held or storage() is not None
+        self._outputs.clear()
+        if loss is not None and loss.grad_fn is not None:
+            for tensor in saved_in_graph(loss.grad_fn):
+                if tensor.layout == torch.strided:
+                    self._saved_between.add(self._identify(tensor.untyped_storage()))
+        self.mark("step", "backward")
+
+    def mark(self, owner: str, name: str) -> int:
+        """Open an interval; returns its index."""
+        self._meter.mark()
+        self._marks.append(Mark(owner, name, *self._gradient_bytes()))
+        return len(self._marks) - 1
+
+    def stop(self) -> StepTrace:
+        """Stop the meter and return what was recorded."""
+        intervals = self._meter.stop()
+        self._ids.clear()
+        self._outputs.clear()
+        marks = tuple(self._marks[: len(intervals)])
+        if self._meter.sees_old_frees:
+            # Every trace counts what was made since the start; old gradients are accounted for at the marks.
+            before = marks[0].old_gradient_bytes
+            freed = [before - mark.old_gradient_bytes for mark in marks]
+            intervals = [
+                Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)
+            ]
+        return StepTrace(tuple(self._calls), marks, tuple(intervals), frozenset(self._saved_between), self._meter.reserved_peak_bytes)
+
+    # --- a unit's call in forward -----------------------------------------------------------------------------
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a recomputation is under way, in which nested calls are those of the forward again."""
+        return self._replay is not None
+
+    def run_kept(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that is kept, or that is nested in a region."""
+        if self._replay is not None:
+            return self._run_again(unit, original, args, kwargs)
+        call = self.enter(unit, "keep", args, kwargs)
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        self.leave(call, out)
+        return out
+
+    def enter(self, unit: str, action: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Begin a call in forward."""
+        occurrence = self._occurrences.get(unit, 0)
+        self._occurrences[unit] = occurrence + 1
+        call = Call(unit, occurrence, self._stack[-1] if self._stack else None, action)
+        call.inputs = self._storages((args, kwargs))
+        self._calls.append(call)
+        self._stack.append(call)
+        call.marks["in"] = self.mark(call.key, "in")
+        return call
+
+    def leave(self, call: Call, out: Any) -> None:
+        """End a call in forward, and mark the moment its backward begins."""
+        call.marks["out"] = self.mark(call.key, "out")
+        recorder = weakref.ref(self)
+
+        def begins(_: Any) -> None:
+            live = recorder()
+            if live is not None:
+                live._backward_begins(call)
+
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.layout == torch.strided:
+                    storage = leaf.untyped_storage()
+                    call.returned.append(self._identify(storage))
+                    self._outputs.append((call, weakref.ref(storage)))
+                if leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(begins)
+
+    def _backward_begins(self, call: Call) -> None:
+        if "backward" not in call.marks:
+            call.marks["backward"] = self.mark(call.key, "backward")
+
+    # --- a region's recomputation -----------------------------------------------------------------------------
+
+    def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
+        """Begin a recomputed call in forward; the region observes its runs."""
+        return Region(self, self.enter(unit, "recompute", args, kwargs))
+
+    @contextmanager
+    def _replayed(self, call: Call) -> Iterator[None]:
+        """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
+        if "again" in call.marks:  # a second backward over the same graph teaches nothing new
+            yield
+            return
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        pack_outer, unpack_outer = outer
+        flops = _FlopTally()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._count_saved(tensor)
+            call.flops = flops.total
+            return pack_outer(tensor)
+
+        inside = [c for c in self._calls if c is not call and c.within(call)]
+        self._replay, self._stack = iter(inside), [call]
+        call.marks["again"] = self.mark(call.key, "again")
+        began = time.perf_counter()
+        try:
+            with saved_tensors_hooks(pack, unpack_outer):
+                if self._count_flops:
+                    with flops:
+                        yield
+                else:
+                    yield
+        finally:
+            call.seconds = time.perf_counter() - began
+            self._replay, self._stack = None, []
+            call.marks["again_out"] = self.mark(call.key, "again_out")
+
+    def _run_again(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._replay is not None
+        call = next(self._replay, None)
+        if call is None or call.unit != unit:
+            return original(*args, **kwargs)  # another path than in forward: the self-check of the unit's business
+        call.inputs = self._storages((args, kwargs))
+        self._stack.append(call)
+        call.marks["again"] = self.mark(call.key, "again")
+        flops = _FlopTally.active()
+        before = flops.total if flops else 0
+        began = time.perf_counter()
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        call.seconds = time.perf_counter() - began
+        call.flops = (flops.total if flops else 0) - before
+        call.outputs = self._ordered(out)
+        call.marks["again_out"] = self.mark(call.key, "again_out")
+        return out
+
+    def _count_saved(self, tensor: torch.Tensor) -> None:
+        if self._stack and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._resident:
+                self._stack[-1].saved[self._identify(storage)] = storage.nbytes()
+
+    def _storages(self, tree: Any) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._resident:
+                    found[self._identify(storage)] = storage.nbytes()
+        return found
+
+    def _ordered(self, tree: Any) -> list[int]:
+        return [
+            self._identify(leaf.untyped_storage())
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        ]
+
+    def _identify(self, storage: torch.UntypedStorage) -> int:
+        """A number for a storage that is never used again, unlike its address."""
+        number = self._ids.get(storage)
+        if number is None:
+            self._next_id += 1
+            number = self._ids[storage] = self._next_id
+        return int(number)
+
+
+class Region:
+    """Observes the runs of one recomputed call (see `actions.recompute.RegionObserver`)."""
+
+    def __init__(self, recorder: StepRecorder, call: Call) -> None:
+        self._recorder = weakref.ref(recorder)
+        self._call = call
+
+    @contextmanager
+    def forward_run(self) -> Iterator[None]:
+        """Nothing to do: `StepRecorder.enter` has opened the call."""
+        yield
+
+    @contextmanager
+    def recompute_run(self) -> Iterator[None]:
+        """Count what the recomputation saves, as long as the step is being recorded."""
+        recorder = self._recorder()
+        if recorder is None:
+            yield
+        else:
+            with recorder._replayed(self._call):
+                yield
+
+    def recomputed(self, out: Any) -> None:
+        """Remember which storages the recomputation returned."""
+        recorder = self._recorder()
+        if recorder is not None and recorder.replaying:
+            self._call.outputs = recorder._ordered(out)
+
+    def close(self, out: Any) -> None:
+        """The forward has returned."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder._stack.pop()
+            recorder.leave(self._call, out)
+
+
+class _FlopTally(TorchDispatchMode):
+    """Adds up floating-point operations by torch's own registry."""
+
+    _current: _FlopTally | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @classmethod
+    def active(cls) -> _FlopTally | None:
+        return cls._current
+
+    def __enter__(self) -> Any:
+        _FlopTally._current = self
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        _FlopTally._current = None
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+_raw_fields: dict[str, tuple[str, ...]] = {}
+
+
+def saved_in_graph(root: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a graph's nodes saved, as they are; what a checkpoint holds is not touched.
+
+    `node._raw_saved_x.data` is what was packed: a tensor where no hook took it. Reading `_saved_x` instead would
+    unpack, and so recompute.
+    """
+    seen = {root}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        kind = node.name()
+        if kind not in _raw_fields:
+            _raw_fields[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+        for name in _raw_fields[kind]:
+            value = getattr(node, name, None)
+            for saved in value if isinstance(value, (tuple, list)) else (value,):
+                data = getattr(saved, "data", None)
+                if isinstance(data, torch.Tensor):
+                    yield data
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def resident_tensors(model: nn.Module, batch: Any = None) -> list[torch.Tensor]:
+    """Parameters, buffers and the batch: what units may be given or save without it being an activation."""
+    return [*model.parameters(), *model.buffers(), *batch_tensors(batch)]

@@ -1,0 +1,219 @@
+"""From a recorded step to numbers: the structure of the step and one value per column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_mimose.measure.collector import Call, StepTrace
+from lightning_mimose.predict.structure import NEVER, CallShape, LooseShape, Position, Structure
+
+RNG_STATE_BYTES = torch.get_rng_state().nbytes
+"""A region keeps the state of the host's generator besides its inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """A measured sheltered step.
+
+    Attributes:
+        structure: Its shape.
+        values: Shape (structure.columns,), float64.
+        peak_bytes: Measured peak above what is resident besides gradients.
+    """
+
+    structure: Structure
+    values: NDArray[np.float64]
+    peak_bytes: int
+
+
+@dataclass
+class _Columns:
+    values: list[float] = field(default_factory=list)
+
+    def add(self, value: float) -> int:
+        self.values.append(max(0.0, float(value)))
+        return len(self.values) - 1
+
+
+def observe(trace: StepTrace, batch_bytes: int) -> Observation:
+    """Read a sheltered step: every top-level call in it was recomputed, or had nothing to recompute.
+
+    Args:
+        trace: What was recorded.
+        batch_bytes: Bytes of the step's batch.
+    """
+    columns = _Columns()
+    activation = [
+        (interval.level_bytes - mark.new_gradient_bytes, interval.peak_bytes - mark.new_gradient_bytes)
+        for interval, mark in zip(trace.intervals, trace.marks, strict=True)
+    ]
+    region_of = {id(call): _region(call) for call in trace.calls}
+    saved = _saved_bytes(trace.calls, region_of)
+    regions = [call for call in trace.calls if call.parent is None and "again" in call.marks]
+    dropped = _dropped_per_interval(regions, saved, len(trace.marks))
+    began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
+
+    shapes: dict[int, CallShape] = {}
+    positions: list[Position] = []
+    for call in trace.calls:
+        region = region_of[id(call)]
+        again = call.marks.get("again")
+        if again is None or "backward" not in call.marks:
+            working = 0
+        else:
+            end = call.marks.get("again_out", again + 1)
+            working = max(peak for _, peak in activation[again:end]) - activation[again][0]
+        is_region = call is region and again is not None
+        if is_region:
+            assert again is not None
+            start = activation[again][0] + dropped[again]
+            entry = columns.add(activation[call.marks["in"]][0] + dropped[call.marks["in"]])
+            inside = activation[call.marks["in"] : call.marks["out"]]
+            lean = columns.add(max(peak for _, peak in inside) - activation[call.marks["in"]][0])
+        else:
+            at = call.marks.get("backward")
+            start = activation[at][0] + dropped[at] - saved[id(call)] if at is not None else 0
+            entry = lean = -1
+        shapes[id(call)] = CallShape(
+            key=call.key,
+            unit=call.unit,
+            region=is_region,
+            in_time=call.marks["in"],
+            out_time=call.marks["out"],
+            backward_time=call.marks.get("backward", NEVER),
+            saved=columns.add(saved[id(call)]),
+            working=columns.add(working),
+            before_backward=columns.add(start),
+            flops=columns.add(call.flops),
+            seconds=columns.add(call.seconds),
+            entry=entry,
+            lean=lean,
+        )
+    owners = {call.key: call for call in trace.calls}
+    resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
+    for index, mark in enumerate(trace.marks):
+        call = owners.get(mark.owner) if mark.owner != "step" else None
+        if mark.name in ("again", "again_out"):
+            continue
+        peak = activation[index][1] + dropped[index]
+        entry = -1
+        if call is not None and index < began:
+            region = region_of[id(call)]
+            if region is not None and "again" in region.marks and not (call is region and mark.name == "out"):
+                # Inside a region the forward that keeps everything is the recomputation.
+                twin = call.marks.get("again" if mark.name == "in" else "again_out")
+                if twin is None:
+                    continue
+                peak = activation[twin][1] - activation[region.marks["again"]][0]
+                entry = shapes[id(region)].entry
+        elif index in resumed:
+            # A region's backward goes on after its recomputation.
+            after = resumed[index]
+            peak = max(peak, activation[after][1] + dropped[after])
+        positions.append(
+            Position(
+                label=f"{mark.name} {mark.owner}",
+                time=index,
+                backward=index >= began,
+                column=columns.add(peak),
+                entry=entry,
+                gradient_bytes=mark.new_gradient_bytes,
+            )
+        )
+    units = tuple(dict.fromkeys(call.unit for call in trace.calls))
+    loose = _loose(trace, region_of, list(shapes), shapes, columns)
+    structure = Structure(
+        units=units,
+        parents=_parents(units, trace.calls),
+        calls=tuple(shapes.values()),
+        positions=tuple(positions),
+        loose=loose,
+        batch=columns.add(batch_bytes),
+        columns=len(columns.values),
+    )
+    return Observation(structure, np.array(columns.values), trace.peak_bytes)
+
+
+def _region(call: Call) -> Call:
+    while call.parent is not None:
+        call = call.parent
+    return call
+
+
+def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]:
+    index = {unit: i for i, unit in enumerate(units)}
+    parents = dict.fromkeys(units, -1)
+    for call in calls:
+        if call.parent is not None:
+            parents[call.unit] = index[call.parent.unit]
+    return tuple(parents[unit] for unit in units)
+
+
+def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, int]:
+    """What recomputing each call would free: storages that only it saves and nobody else holds."""
+    members: dict[int, list[Call]] = {}
+    for call in calls:
+        members.setdefault(id(region_of[id(call)]), []).append(call)
+    freed: dict[int, int] = {}
+    for call in calls:
+        region = region_of[id(call)]
+        family = members[id(region)]
+        inside = [c for c in family if c.within(call)]
+        held = set(call.inputs)
+        for other in family:
+            if not other.within(call):
+                held |= other.saved.keys()
+                if not call.within(other):
+                    held |= other.inputs.keys()
+        if region.output_held:
+            held.update(region.outputs)
+        mine: dict[int, int] = {}
+        for c in inside:
+            mine.update(c.saved)
+        gross = sum(size for number, size in mine.items() if number not in held)
+        freed[id(call)] = max(0, gross - RNG_STATE_BYTES)
+    return freed
+
+
+def _dropped_per_interval(regions: list[Call], saved: dict[int, int], count: int) -> NDArray[np.int64]:
+    """Bytes that would be alive besides at each mark had every region been kept."""
+    dropped = np.zeros(count, dtype=np.int64)
+    for call in regions:
+        dropped[call.marks["out"] : call.marks["again"]] += saved[id(call)]
+    return dropped
+
+
+def _loose(
+    trace: StepTrace, region_of: dict[int, Call], order: list[int], shapes: dict[int, CallShape], columns: _Columns
+) -> tuple[LooseShape, ...]:
+    """Inputs of calls that nothing would hold in backward if every call were kept."""
+    held = set(trace.saved_between)
+    for call in trace.calls:
+        held |= call.saved.keys()
+    for call in trace.calls:
+        # An operation that saves its own result holds what the call returned.
+        held |= {given for given, kept in zip(call.returned, call.outputs, strict=False) if kept in held}
+    index = {number: i for i, number in enumerate(order)}
+    sizes: dict[int, int] = {}
+    holders: dict[int, list[Call]] = {}
+    for call in trace.calls:
+        if "backward" in call.marks:
+            for number, size in call.inputs.items():
+                if number not in held:
+                    sizes[number] = size
+                    holders.setdefault(number, []).append(call)
+    found = []
+    for number, calls in holders.items():
+        regions = [c.marks["backward"] for c in calls if c is region_of[id(c)] and "again" in c.marks]
+        found.append(
+            LooseShape(
+                size=columns.add(sizes[number]),
+                holders=tuple(sorted((index[id(c)] for c in calls), key=lambda i: -shapes[order[i]].backward_time)),
+                until_time=max(regions, default=-1),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,197 @@
+"""Resident memory: parameters, buffers, gradients, optimizer state and the batch, in bytes.
+
+Counted by storage, so that tied weights and views count once. What cannot change from step to step is counted
+once and remembered; the rest is a short sum, because it runs on every step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_mimose.measure.meter import ProfilerMeter
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(4, 4)
+        >>> storage_bytes([weight, weight.T])
+        64
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _plain(tensor):
+            storage = part.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that hold a tensor's data; a sparse tensor has several."""
+    if tensor.layout == torch.strided:
+        yield tensor
+    elif tensor.layout == torch.sparse_coo:
+        detached = tensor.detach()
+        yield from (detached._indices(), detached._values())
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of a batch's tensors. A slice of a larger tensor counts as its own part, not the whole.
+
+    Example:
+        >>> import torch
+        >>> batch_bytes({"x": torch.zeros(100)[:10]})
+        40
+    """
+    sizes: dict[int, int] = {}
+    for tensor in batch_tensors(batch):
+        for part in _plain(tensor):
+            storage = part.untyped_storage()
+            taken = min(storage.nbytes(), part.numel() * part.element_size())
+            sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), taken)
+    return sum(sizes.values())
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """Every tensor in a batch of any structure."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif not isinstance(leaf, (int, float, str, bytes, type(None))):
+            # No pytree: a dataclass, a BatchEncoding, an object that carries tensors.
+            inner = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+            found.extend(t for value in inner for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+    return found
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """What one optimizer update adds: state made by the first one, and what lives only inside it.
+
+    Attributes:
+        state_bytes: Bytes that the first update will add and keep.
+        transient_bytes: Bytes that every update needs at once besides.
+    """
+
+    state_bytes: int
+    transient_bytes: int
+
+
+def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
+    """Measure what an optimizer will allocate, on two small copies of its own parameters.
+
+    The ratio of state and temporaries to parameters is measured on small tensors of the same dtype and with the
+    same settings, one matrix and one vector, and scaled to the real parameters that take gradients.
+
+    Limitations:
+        Optimizers whose state is not proportional to the parameters (Adafactor, Shampoo) are estimated.
+        One that cannot be copied or run on its own counts as two fp32 values per parameter, Adam's need.
+    """
+    trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    total = storage_bytes(trainable)
+    fresh = storage_bytes(p for p in trainable if not optimizer.state.get(p))
+    if not total:
+        return OptimizerCost(0, 0)
+    try:
+        state_ratio, transient_ratio = _measured_ratios(optimizer, trainable[0].dtype)
+    except Exception:  # any optimizer may be passed; failing to copy it must not end a training
+        state_ratio, transient_ratio = 2.0, 1.0
+    return OptimizerCost(int(fresh * state_ratio), int(total * transient_ratio))
+
+
+def _measured_ratios(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float]:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((64, 64), (64, 64), (4096,))]
+    # The base class's settings, not the user's wrapper: a copy with its own parameters and no state.
+    twin = copy.copy(optimizer)
+    twin.state = type(optimizer.state)(optimizer.state.default_factory)
+    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
+    size = storage_bytes(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    with torch.random.fork_rng(devices=[]):
+        step(twin)
+        state = storage_bytes(t for t in tree_leaves(list(twin.state.values())) if isinstance(t, torch.Tensor))
+        meter = ProfilerMeter()
+        meter.start()
+        try:
+            step(twin)
+        finally:
+            intervals = meter.stop()
+    transient = max((interval.peak_bytes for interval in intervals), default=0)
+    return state / size, transient / size
+
+
+class ResidentLedger:
+    """Counts what is resident at a step's start and end.
+
+    Args:
+        model: The model that is trained.
+        bucket_bytes: What a distributed wrapper keeps besides (DDP's gradient buckets).
+    """
+
+    def __init__(self, model: nn.Module, bucket_bytes: int = 0) -> None:
+        self._model = model
+        self._bucket_bytes = bucket_bytes
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._state_entries = -1
+        self._state_bytes = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Count parameters and buffers again (after layers were frozen, added or converted)."""
+        parameters = {id(p): p for p in self._model.parameters()}.values()
+        self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
+        self._parameters = [(p, p.numel() * p.element_size()) for p in parameters]
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Name the optimizers whose state is resident."""
+        self._optimizers = tuple(optimizers)
+        self._state_entries = -1
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that are watched."""
+        return self._optimizers
+
+    @property
+    def gradient_capacity_bytes(self) -> int:
+        """Bytes of all gradients once every trainable parameter has one."""
+        return sum(size for parameter, size in self._parameters if parameter.requires_grad)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that exist now."""
+        return sum(size for parameter, size in self._parameters if parameter.grad is not None)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state, counted again only when entries were added."""
+        entries = sum(len(optimizer.state) for optimizer in self._optimizers)
+        if entries != self._state_entries:
+            self._state_entries = entries
+            self._state_bytes = storage_bytes(
+                leaf
+                for optimizer in self._optimizers
+                for leaf in tree_leaves(list(optimizer.state.values()))
+                if isinstance(leaf, torch.Tensor)
+            )
+        return self._state_bytes
+
+    def lasting_bytes(self) -> int:
+        """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
+        return self._fixed_bytes + self.state_bytes()
+
+    def parameters(self) -> list[tuple[nn.Parameter, int]]:
+        """Every parameter with its bytes."""
+        return self._parameters

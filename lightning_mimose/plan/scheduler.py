@@ -1,0 +1,203 @@
+"""Who plans, and when: an answer at once, and a better one from a thread beside the training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from lightning_mimose.errors import PlanError
+from lightning_mimose.plan.greedy import plan_greedy
+from lightning_mimose.plan.heuristic import plan_heuristic
+from lightning_mimose.plan.optimal import plan_exact
+from lightning_mimose.plan.plan import Plan
+from lightning_mimose.plan.structure import Incumbent, Structure, plan_of
+from lightning_mimose.predict.timeline import KEEP, Timeline
+
+Planner: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
+
+SMALL = 16
+"""Options up to which the exact answer takes as little time as the heuristic one."""
+
+WAITING = 4
+"""Questions that may wait for the thread, the oldest forgotten first. Each holds a timeline: up to 50 MB."""
+
+IDLE_SECONDS = 5.0
+"""How long the thread waits for another question before it ends; the next question starts a new one."""
+
+EXACT_SECONDS = 5.0
+"""How long an exact answer may take. It cannot be interrupted, so this is also how long `close` may wait."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Question(NamedTuple):
+    timeline: Timeline
+    budget_bytes: int
+    known: Plan | None
+    incumbents: Sequence[Incumbent]
+    on_better: Callable[[Plan], None]
+
+
+class Scheduler:
+    """Makes the plan for a timeline and a budget.
+
+    Args:
+        planner: `"auto"`: a heuristic answers at once, the exact answer follows from a thread. `"exact"`: the exact
+            answer at once. `"greedy"`: the Mimose paper's. Or a function of timeline and budget, so that any plan
+            can be forced: what it returns is checked for being a plan of these units, but not against the budget.
+
+    Example:
+        >>> import numpy as np
+        >>> from lightning_mimose.predict.timeline import Option
+        >>> timeline = Timeline(
+        ...     units=("a", "b"), parents=(-1, -1),
+        ...     options=(Option(0, "recompute", 1.0), Option(1, "recompute", 2.0)),
+        ...     base_bytes=np.array([10, 30, 20]), relief_bytes=np.array([[0, 8, 0], [0, 9, 0]]),
+        ...     shared=(), labels=("forward a", "backward b", "backward a"))
+        >>> Scheduler("auto").plan(timeline, 30).choices, Scheduler("auto").plan(timeline, 22).choices
+        ((), (('a', 'recompute'),))
+        >>> Scheduler(lambda timeline, budget: {"b": "recompute"}).plan(timeline, 1).predicted_peak_bytes
+        21
+    """
+
+    def __init__(self, planner: Planner = "auto") -> None:
+        if not callable(planner) and planner not in ("auto", "exact", "greedy"):
+            raise ValueError(f"Expected `planner` to be 'auto', 'exact', 'greedy' or a callable, but got {planner!r}")
+        self.planner = planner
+        self._questions: deque[_Question] = deque(maxlen=WAITING)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the same planner; thread and questions stay with the original."""
+        return type(self), (self.planner,)
+
+    def plan(
+        self,
+        timeline: Timeline,
+        budget_bytes: int,
+        incumbents: Sequence[Incumbent] = (),
+        on_better: Callable[[Plan], None] | None = None,
+    ) -> Plan | None:
+        """The plan to use now.
+
+        Args:
+            timeline: What the step would hold, and the options there are.
+            budget_bytes: What no position may exceed.
+            incumbents: Plans known already; except for a forced plan and the greedy one, the result is never slower
+                than one of them that fits.
+            on_better: Called from the planner's thread when it has a plan that is strictly faster than the one
+                returned (or any, where None was returned). Only with `"auto"`.
+
+        Returns:
+            The plan; None when none that fits was found.
+
+        Raises:
+            PlanError: A callable planner returned something that is not a plan of these units.
+        """
+        if callable(self.planner):
+            return _forced(timeline, self.planner(timeline, budget_bytes))
+        if self.planner == "greedy":
+            return plan_greedy(timeline, budget_bytes)
+        if self.planner == "exact" or len(timeline.options) <= SMALL:
+            return plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
+        fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
+        plan = plan_heuristic(timeline, budget_bytes, incumbents)
+        if on_better is not None and not (fits and plan is not None and len(plan) == 0):
+            self._ask(_Question(timeline, budget_bytes, plan, tuple(incumbents), on_better))
+        return plan
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the thread has answered everything; False when the time was over first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._questions and not self._busy, timeout_seconds)
+
+    def close(self) -> None:
+        """Forget what waits, end the thread and wait for it. Nobody is called back afterwards; may be called twice."""
+        with self._changed:
+            self._closed = True
+            self._questions.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _ask(self, question: _Question) -> None:
+        """Leave a question for the thread, and start it if there is none."""
+        with self._changed:
+            if self._closed:
+                return
+            self._questions.append(question)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._answer_all, name="mimose-planner", daemon=True)
+                self._thread.start()
+
+    def _answer_all(self) -> None:
+        """The thread: the newest question first, since its batch was the last one seen."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._questions or self._closed, IDLE_SECONDS)
+                if self._closed or not self._questions:
+                    self._thread = None  # under the lock: whoever asks next starts another one
+                    return
+                question = self._questions.pop()
+                self._busy = True
+            try:
+                self._answer(question)
+            except Exception:
+                # The plan in use is valid; failing to better it must not end a training run, nor go unseen.
+                logger.warning("Looking for a better plan failed; the present one stays.", exc_info=True)
+            finally:
+                del question
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _answer(self, question: _Question) -> None:
+        """Solve exactly and report what is strictly better."""
+        known = question.known
+        incumbents = question.incumbents if known is None else (known, *question.incumbents)
+        plan = plan_exact(
+            question.timeline, question.budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents
+        )
+        if plan is None or self._closed:
+            return
+        if known is None or plan.added_seconds < known.added_seconds:
+            question.on_better(plan)
+
+
+def _forced(timeline: Timeline, answer: object) -> Plan:
+    """A callable planner's answer as a plan of this timeline."""
+    actions = answer.actions if isinstance(answer, Plan) else answer
+    if not isinstance(actions, Mapping):
+        raise PlanError(
+            f"Expected the planner to return a Plan or a mapping of unit name to action, but got {answer!r}"
+        )
+    unknown = sorted(str(unit) for unit in actions if unit not in timeline.units)
+    if unknown:
+        raise PlanError(
+            f"The planner names {len(unknown)} unit(s) that are not planned: {', '.join(unknown)}. "
+            f"Planned are: {', '.join(timeline.units)}"
+        )
+    for unit, action in actions.items():
+        if action != KEEP and (unit, action) not in timeline.option_index:
+            known = [name for owner, name in timeline.option_index if owner == unit]
+            raise PlanError(
+                f"The planner gives unit {unit!r} the action {action!r}, which it does not have. "
+                f"It has: {', '.join([KEEP, *known])}"
+            )
+    chosen = timeline.chosen(actions)
+    conflict = Structure.of(timeline).conflict(chosen.tolist())
+    if conflict is not None:
+        outer, inner = (timeline.units[timeline.options[option].unit] for option in conflict)
+        raise PlanError(
+            f"The planner acts on {inner!r} and on {outer!r}, which contains it. "
+            f"At most one unit on a path from the root may act: keep one of them"
+        )
+    return plan_of(timeline, chosen)

@@ -1,0 +1,287 @@
+"""The callback: a thin door from Lightning's hooks onto the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_mimose.advisor import Advisor
+from lightning_mimose.budget import format_bytes, parse_budget
+from lightning_mimose.engine import Engine, check_actions
+from lightning_mimose.errors import BudgetError, MimoseError
+from lightning_mimose.measure.meter import has_memory_counters
+from lightning_mimose.plan import Plan
+from lightning_mimose.plugin.evaluation import EvaluationMeter
+from lightning_mimose.plugin.support import bucket_bytes, check_strategy, zeroes_gradients
+from lightning_mimose.report.metrics import StepMetrics
+from lightning_mimose.report.record import History, StepRecord
+from lightning_mimose.report.report import Report
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger(__name__)
+
+
+class MimoseCallback(Callback):
+    """Keeps every training step inside a memory budget, at the least cost in time. Results do not change.
+
+    Args:
+        budget: `"8GB"` (10^9), `"8GiB"` (2^30), bytes, a share of the device (`0.8`, `"80%"`), or `"auto"`: what is
+            free on the device when training starts. On an accelerator it bounds what the allocator reserves, on CPU
+            the live tensor bytes.
+        units: fnmatch patterns on qualified names, or class names, of the submodules to plan; None finds them.
+        size_fn: Batch -> int or named dimensions; None reads the dimensions of the batch's tensors.
+        actions: Names of the actions plans may use; None for the exact ones that pay on this device.
+        planner: `"auto"` (a heuristic at once, the exact plan when it is ready), `"exact"`, `"greedy"` (the Mimose
+            paper's), or a callable `(timeline, budget_bytes) -> Plan | {unit: action}`.
+        on_infeasible: `"raise"` an error when no plan fits, or `"warn"` and go on with the most saving plan.
+        on_oom: What to do when the device runs out of memory all the same: `"raise"`. (`"retry"` is accepted and
+            does the same in this version.)
+        host_budget: Bytes of host memory that offloading may use; no action of this version uses any.
+
+    Metrics:
+        mimose/peak_bytes, mimose/predicted_peak_bytes, mimose/budget_bytes (bytes), mimose/recomputed_units,
+        mimose/cache_hits (counts), mimose/planning_seconds (seconds).
+
+    Raises:
+        BudgetError: The budget cannot be understood.
+        UnsupportedError: An action this version does not have.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[MimoseCallback(budget="8GB")], logger=False, accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        budget: str | int | float = "auto",
+        units: list[str] | None = None,
+        size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
+        actions: list[str] | None = None,
+        planner: Literal["auto", "exact", "greedy"] | Callable[..., Any] = "auto",
+        on_infeasible: Literal["raise", "warn"] = "raise",
+        on_oom: Literal["retry", "raise"] = "retry",
+        host_budget: str | int | float | None = None,
+    ) -> None:
+        parse_budget(budget)
+        if host_budget is not None:
+            parse_budget(host_budget)
+        check_actions(actions)
+        for name, value, allowed in (
+            ("on_infeasible", on_infeasible, ("raise", "warn")),
+            ("on_oom", on_oom, ("retry", "raise")),
+        ):
+            if value not in allowed:
+                raise MimoseError(f"{name}={value!r} was asked for; it is one of {', '.join(map(repr, allowed))}.")
+        if not callable(planner) and planner not in ("auto", "exact", "greedy"):
+            raise MimoseError(
+                f"planner={planner!r} was asked for; it is 'auto', 'exact', 'greedy', or a callable "
+                "(timeline, budget_bytes) -> plan."
+            )
+        self.budget = budget
+        self.units = units
+        self.size_fn = size_fn
+        self.actions = actions
+        self.planner = planner
+        self.on_infeasible = on_infeasible
+        self.on_oom = on_oom
+        self.host_budget = host_budget
+        self._engine: Engine | None = None
+        self._advisor: Advisor | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._history = History()
+        self._metrics = StepMetrics()
+        self._evaluation = EvaluationMeter()
+        self._unit_names: tuple[str, ...] = ()
+        self._idle = False
+        self._from_environment = False
+
+    # --- what the user asks -----------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """One callback of the user's and one from the environment may stand side by side."""
+        return self._generate_state_key(environment=True) if self._from_environment else super().state_key
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """One record per training batch of all fits, the newest 10,000."""
+        return list(self._history.records)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None before the first fit."""
+        return self._advisor.budget_bytes if self._advisor is not None else None
+
+    def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
+        """The plan that a batch, or named dimensions, would get.
+
+        Args:
+            batch_or_size: A batch, or a mapping such as `{"batch": 8, "input_ids:1": 512}`.
+            budget: Bytes; None for the budget in force.
+
+        Raises:
+            BudgetInfeasibleError: No plan fits.
+            MimoseError: Nothing is known about this size yet.
+        """
+        return self._known().plan(batch_or_size, budget)
+
+    def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
+        """The least budget that is sure to do for a batch, or named dimensions, even as the first of a run."""
+        return self._known().smallest_feasible_bytes(batch_or_size)
+
+    def report(self) -> Report:
+        """What happened in all fits so far."""
+        budget = self._advisor.budget_bytes if self._advisor is not None else None
+        return Report(self._history, self._unit_names, budget, self._evaluation.peaks)
+
+    def _known(self) -> Advisor:
+        if self._advisor is None:
+            raise MimoseError("Nothing is known before training: call this after trainer.fit() has started.")
+        return self._advisor
+
+    # --- Lightning's hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what is not supported, before anything runs."""
+        if stage != "fit":
+            return
+        others = [c for c in trainer.callbacks if isinstance(c, MimoseCallback) and c is not self]  # type: ignore[attr-defined]
+        self._idle = False
+        if others and self._from_environment:
+            self._idle = True
+            return
+        named = getattr(trainer.strategy, "mimose_budget", None)
+        if named is not None and trainer.strategy.mimose_callback is not self:  # type: ignore[attr-defined]
+            raise BudgetError(
+                f"The callback names a budget ({self.budget!r}) and so does the strategy ({named!r}). Name it once."
+            )
+        if named is None and any(not other._from_environment for other in others):
+            raise BudgetError("Two MimoseCallbacks are among this Trainer's callbacks. Keep one of them.")
+        check_strategy(trainer.strategy)
+        device = trainer.strategy.root_device
+        if not has_memory_counters(device):
+            self._idle = True
+            log.warning("mimose: %s has no memory counters torch can read; training goes on without a plan.", device)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the units, reserve what the optimizer will need, and patch."""
+        if self._idle:
+            return
+        engine = Engine(
+            pl_module,
+            budget=self.budget,
+            units=self.units,
+            size_fn=self.size_fn,
+            actions=self.actions,
+            planner=self.planner,  # type: ignore[arg-type]
+            on_infeasible=self.on_infeasible,
+            device=trainer.strategy.root_device,
+            bucket_bytes=bucket_bytes(trainer.strategy, pl_module),
+        )
+        self._take_over_knowledge(engine)
+        self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
+        engine.watch(trainer.optimizers)
+        engine.attach()
+        self._engine = engine
+        log.info(
+            "mimose: budget %s bytes (%s) on %s, %d units found",
+            f"{engine.budget_bytes:,}",
+            format_bytes(engine.budget_bytes),
+            engine.memory.description,
+            len(engine.units),
+        )
+
+    def _take_over_knowledge(self, engine: Engine) -> None:
+        state = self._loaded
+        if state is None and self._advisor is not None:
+            state = self._advisor.state_dict()
+        self._loaded = None
+        if state is not None and not engine.advisor.load_state_dict(state):
+            log.warning(
+                "mimose: what was learnt before was for another model, precision or device (%s) and is not used; the "
+                "first steps will measure again.",
+                state.get("fingerprint"),
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan this batch."""
+        if self._engine is not None:
+            self._engine.begin_step(
+                batch,
+                batch_idx=batch_idx,
+                epoch=trainer.current_epoch,
+                zeroes_gradients=zeroes_gradients(trainer, pl_module, batch_idx),
+            )
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Forward is done."""
+        if self._engine is not None:
+            self._engine.begin_backward(loss)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Backward is done; with manual optimization more of it may follow."""
+        if self._engine is not None and pl_module.automatic_optimization:
+            self._engine.before_update()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step."""
+        if self._engine is None:
+            return
+        record = self._engine.end_step()
+        if record is not None:
+            record = self._history.add(record)
+            self._metrics.log(trainer, self, record)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's values, the same on every rank."""
+        if self._engine is not None:
+            self._metrics.log_epoch(trainer, self)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Measure evaluation's own peak, which the budget does not promise anything about."""
+        if self._engine is not None:
+            self._evaluation.begin(self._engine, batch, batch_idx, "validation")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Note it."""
+        self._evaluation.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the model as it was."""
+        self._close()
+
+    def _close(self) -> None:
+        self._evaluation.end()
+        if self._engine is not None:
+            self._engine.detach()
+        self._engine = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        return self._advisor.state_dict() if self._advisor is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep it until the model is known."""
+        self._loaded = state_dict or None

@@ -1,0 +1,248 @@
+"""The estimator: input size -> every column of a step's structure, and how far to trust it.
+
+The paper fits one quadratic per module in one scalar. Here every column (saved bytes, working sets, levels,
+operations) is a polynomial in the named dimensions that vary, with non-negative coefficients where that fits,
+which is exact as long as the kernels do not change. Trust is measured: each size is predicted from the others,
+and a size outside the range seen, or a fit that leaves residuals, is not trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LinearRegression
+
+from lightning_mimose.predict.features import Basis, bases
+from lightning_mimose.predict.structure import CallShape, LooseShape, Position, Structure
+
+GOOD_ERROR = 0.002
+"""Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
+USABLE_ERROR = 0.05
+"""The same, once there are enough sizes: the error is then added to every prediction as a margin."""
+MAX_OBSERVATIONS = 48
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a step of some size is expected to look like.
+
+    Attributes:
+        structure: Its shape.
+        values: Shape (structure.columns,).
+        error: Expected error as a share of the activation peak.
+        trusted: Whether plans may be built on it.
+    """
+
+    structure: Structure
+    values: NDArray[np.float64]
+    error: float
+    trusted: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Fit:
+    basis: Basis
+    coefficients: NDArray[np.float64]
+    error: float
+    sizes: int
+    low: Mapping[str, int]
+    high: Mapping[str, int]
+
+
+class Estimator:
+    """Learns from observed steps; predicts others.
+
+    Args:
+        patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
+    """
+
+    def __init__(self, patience: int = 5) -> None:
+        self._patience = patience
+        self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
+        self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
+        self._latest: Structure | None = None
+
+    def __len__(self) -> int:
+        """Number of distinct sizes observed."""
+        return sum(len(sizes) for sizes in self._observed.values())
+
+    def add(self, dims: Mapping[str, int], structure: Structure, values: NDArray[np.float64]) -> None:
+        """Learn from one measured step.
+
+        Args:
+            dims: Named dimensions of its batch.
+            structure: Its shape.
+            values: Shape (structure.columns,).
+        """
+        known = self._observed.setdefault(structure, {})
+        key = tuple(sorted(dims.items()))
+        known.pop(key, None)
+        known[key] = values
+        if len(known) > MAX_OBSERVATIONS:
+            # Oldest first, but never the extremes, which span the range that is trusted.
+            extremes = {min(known), max(known)}
+            known.pop(next(k for k in known if k not in extremes))
+        self._latest = structure
+        self._fits.clear()
+
+    def predict(self, dims: Mapping[str, int]) -> Prediction | None:
+        """Predict a size; None before anything was observed, or if the batch has other dimensions."""
+        structure = self._latest
+        if structure is None:
+            return None
+        key = tuple(sorted(dims.items()))
+        for candidate, known in self._observed.items():
+            if key in known:
+                return Prediction(candidate, known[key], 0.0, True)
+        best: Prediction | None = None
+        for batch in (dims.get("batch"), None):
+            fit = self._fit(structure, batch)
+            if fit is None or any(name not in dims for name in fit.basis.dims):
+                continue
+            if self._new_dimension(structure, batch, dims):
+                continue
+            values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
+            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims))
+            if prediction.trusted:
+                return prediction
+            best = best or prediction
+        return best
+
+    def _new_dimension(self, structure: Structure, batch: int | None, dims: Mapping[str, int]) -> bool:
+        """Whether a dimension that was constant in everything the fit has seen has another value now."""
+        for key in self._selected(structure, batch):
+            seen = dict(key)
+            return seen.keys() != dims.keys() or any(
+                seen[name] != value
+                for name, value in dims.items()
+                if all(dict(other)[name] == seen[name] for other in self._selected(structure, batch))
+            )
+        return True
+
+    def _selected(self, structure: Structure, batch: int | None) -> list[tuple[tuple[str, int], ...]]:
+        return [key for key in self._observed[structure] if batch is None or dict(key).get("batch") == batch]
+
+    def _fit(self, structure: Structure, batch: int | None) -> _Fit | None:
+        """The fit over all sizes, or over those of one batch size (a shorter last batch must not disturb them)."""
+        slot = (structure, batch)
+        if slot not in self._fits:
+            keys = self._selected(structure, batch)
+            known = self._observed[structure]
+            self._fits[slot] = (
+                _best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure.byte_columns)
+                if keys
+                else None
+            )
+        return self._fits[slot]
+
+    def _trusted(self, fit: _Fit, dims: Mapping[str, int]) -> bool:
+        if fit.error <= GOOD_ERROR:
+            reach = 4.0
+        elif fit.error <= USABLE_ERROR and fit.sizes >= self._patience * max(1, len(fit.basis.dims)):
+            reach = 1.25
+        else:
+            return False
+        return all(
+            fit.low[name] / reach <= dims[name] <= fit.high[name] * reach for name in fit.basis.dims
+        )
+
+    def seconds_per_flop(self) -> float:
+        """Rate of recomputation on this device, over all that was measured; a guess before."""
+        seconds = flops = 0.0
+        for structure, known in self._observed.items():
+            for values in known.values():
+                for call in structure.calls:
+                    if call.region:
+                        seconds += float(values[call.seconds])
+                        flops += float(values[call.flops])
+        return seconds / flops if flops and seconds else 1e-11
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        return {
+            "observed": [
+                {
+                    "structure": asdict(structure),
+                    "sizes": [[list(map(list, key)), values.tolist()] for key, values in known.items()],
+                }
+                for structure, known in self._observed.items()
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another estimator learnt."""
+        for entry in state["observed"]:
+            structure = _structure(entry["structure"])
+            for key, values in entry["sizes"]:
+                self.add({name: int(value) for name, value in key}, structure, np.array(values, dtype=np.float64))
+
+
+def _structure(data: Mapping[str, Any]) -> Structure:
+    return Structure(
+        units=tuple(data["units"]),
+        parents=tuple(data["parents"]),
+        calls=tuple(CallShape(**call) for call in data["calls"]),
+        positions=tuple(Position(**position) for position in data["positions"]),
+        loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
+        batch=data["batch"],
+        columns=data["columns"],
+    )
+
+
+def _best_fit(
+    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], byte_columns: NDArray[np.intp]
+) -> _Fit:
+    """The simplest basis that predicts every size from the others, or else the one that does so best."""
+    bytes_only = values[:, byte_columns]
+    scale = max(float(bytes_only.max()), 1.0)
+    candidates = bases(sizes)
+    best: tuple[float, Basis] = (float("inf"), candidates[0])
+    for basis in candidates:
+        design = np.array([basis.features(size) for size in sizes])
+        error = _left_out_error(design, bytes_only) / scale
+        if error < best[0]:
+            best = (error, basis)
+        if error <= GOOD_ERROR / 4:
+            break
+    error, basis = best
+    design = np.array([basis.features(size) for size in sizes])
+    names = sizes[0].keys()
+    return _Fit(
+        basis,
+        _solve(design, values, scale),
+        error,
+        len(sizes),
+        {name: min(size[name] for size in sizes) for name in names},
+        {name: max(size[name] for size in sizes) for name in names},
+    )
+
+
+def _left_out_error(design: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+    """Largest error over all columns when each size is predicted from the others (least squares)."""
+    count, features = design.shape
+    if count <= features:
+        return float("inf")
+    errors = []
+    for left_out in range(count):
+        rest = np.arange(count) != left_out
+        if np.linalg.matrix_rank(design[rest]) < features:
+            return float("inf")
+        coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+        errors.append(np.abs(design[left_out] @ coefficients - values[left_out]).max())
+    return float(max(errors))
+
+
+def _solve(design: NDArray[np.float64], values: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+    """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
+    free: NDArray[np.float64] = np.linalg.lstsq(design, values, rcond=None)[0]
+    negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0))
+    if negative.size:
+        model = LinearRegression(fit_intercept=False, positive=True)
+        bound = model.fit(design, values[:, negative]).coef_.reshape(negative.size, -1).T
+        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > 1e-4 * scale
+        free[:, negative] = np.where(worse, free[:, negative], bound)
+    return free

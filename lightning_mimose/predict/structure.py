@@ -1,0 +1,276 @@
+"""The shape of a step: its calls, its positions, and how measured columns become a timeline.
+
+Sizes change the numbers, rarely the shape. A `Structure` is what stays; a column vector holds the numbers, one
+non-negative value per column, which the estimator fits over input sizes one by one. Times are ranks of marks
+in the measured step: a call lives from its `in` to its `out` in forward, and its saved tensors from `out` to
+`backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+
+NEVER = 1 << 60
+"""The time of an event that does not happen."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """What is alive in a step besides activations.
+
+    Attributes:
+        lasting_bytes: Parameters, buffers, optimizer state and the batch.
+        old_gradient_bytes: Gradients alive at the step's start.
+        zeroes_gradients: Whether they are set to None between forward and backward.
+        update_bytes: Peak of the optimizer's update, everything included.
+    """
+
+    lasting_bytes: int
+    old_gradient_bytes: int
+    zeroes_gradients: bool
+    update_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is resident at the step's start."""
+        return self.lasting_bytes + self.old_gradient_bytes
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """One call of a unit.
+
+    Attributes:
+        key: Unit name and occurrence.
+        unit: Name of the unit.
+        region: Whether the call was itself recomputed while it was measured (not nested in one that was).
+        in_time: When its forward begins.
+        out_time: When its forward ends.
+        backward_time: When its backward begins, or `NEVER`.
+        saved: Column of the bytes that recomputing it frees between forward and backward.
+        working: Column of the peak of its forward while everything it saves is kept, above its start.
+        before_backward: Column of the live bytes when its backward begins, without what it saved.
+        flops: Column of the operations its recomputation runs.
+        seconds: Column of the seconds its recomputation took.
+        entry: Column of the live bytes at its start (regions only, else -1).
+        lean: Column of the peak of its forward while nothing is kept, above its start (regions only, else -1).
+    """
+
+    key: str
+    unit: str
+    region: bool
+    in_time: int
+    out_time: int
+    backward_time: int
+    saved: int
+    working: int
+    before_backward: int
+    flops: int
+    seconds: int
+    entry: int = -1
+    lean: int = -1
+
+
+@dataclass(frozen=True)
+class Position:
+    """One place on the timeline.
+
+    Attributes:
+        label: Readable name.
+        time: When it is.
+        backward: Whether it lies after the start of the backward pass.
+        column: Column of the live bytes there, above resident ones and gradients, when everything is kept.
+        entry: Column to add to it (positions inside a region are measured from the region's start), or -1.
+        gradient_bytes: Bytes of the gradients made before it in this step.
+    """
+
+    label: str
+    time: int
+    backward: bool
+    column: int
+    entry: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class LooseShape:
+    """A storage that nothing holds in backward unless one of the calls it is an input of is recomputed.
+
+    Attributes:
+        size: Column of its bytes.
+        holders: Indices of the calls that hold it when recomputed, the longest-holding first.
+        until_time: Until when it was held in the measured step, -1 if it was not.
+    """
+
+    size: int
+    holders: tuple[int, ...]
+    until_time: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a step looks like at any size.
+
+    Attributes:
+        units: Units that were called, in forward order.
+        parents: Index of the nearest enclosing called unit, -1 at the top.
+        calls: Every call.
+        positions: Every position.
+        loose: Storages held only by recomputed calls.
+        batch: Column of the batch's own bytes.
+        columns: Number of columns.
+    """
+
+    units: tuple[str, ...]
+    parents: tuple[int, ...]
+    calls: tuple[CallShape, ...]
+    positions: tuple[Position, ...]
+    loose: tuple[LooseShape, ...]
+    batch: int
+    columns: int
+
+    @cached_property
+    def byte_columns(self) -> NDArray[np.intp]:
+        """Indices of the columns that are bytes."""
+        others = {column for call in self.calls for column in (call.flops, call.seconds)}
+        return np.array([i for i in range(self.columns) if i not in others], dtype=np.intp)
+
+    @cached_property
+    def _alive(self) -> NDArray[np.bool_]:
+        """Shape (calls, positions): whether what a call saves is alive at a position of backward or forward."""
+        times = np.array([p.time for p in self.positions])
+        out = np.array([c.out_time for c in self.calls]).reshape(-1, 1)
+        backward = np.array([c.backward_time for c in self.calls]).reshape(-1, 1)
+        alive: NDArray[np.bool_] = (out <= times) & (times < backward)
+        return alive
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_], NDArray[np.int64]]:
+        column = np.array([p.column for p in self.positions], dtype=np.intp)
+        entry = np.array([p.entry for p in self.positions], dtype=np.intp)
+        backward = np.array([p.backward for p in self.positions], dtype=bool)
+        gradients = np.array([p.gradient_bytes for p in self.positions], dtype=np.int64)
+        return column, entry, backward, gradients
+
+    def timeline(
+        self,
+        values: NDArray[np.float64],
+        resident: Resident,
+        *,
+        seconds_per_flop: float,
+        minimum_bytes: int,
+        left_out: frozenset[str] = frozenset(),
+    ) -> Timeline:
+        """Assemble the timeline of one step.
+
+        Args:
+            values: Shape (columns,); the fitted columns for this step's size.
+            resident: What is alive besides activations.
+            seconds_per_flop: Rate at which this device recomputes.
+            minimum_bytes: Units that save less are left alone.
+            left_out: Units that must not be recomputed.
+        """
+        column, entry, backward, made = self._arrays
+        value = np.rint(values).astype(np.int64)
+        padded = np.append(value, 0)
+        before = resident.old_gradient_bytes
+        after = made if resident.zeroes_gradients else np.maximum(made, before)
+        base = resident.lasting_bytes + padded[column] + padded[entry] + np.where(backward, after, before)
+        calls_of: dict[str, list[int]] = {}
+        for i, call in enumerate(self.calls):
+            calls_of.setdefault(call.unit, []).append(i)
+        # Gradients at a call's backward position also count while it is recomputed.
+        own = {p.time: int(base[i] - padded[p.column] - padded[p.entry]) for i, p in enumerate(self.positions)}
+
+        options: list[Option] = []
+        relief: list[NDArray[np.int64]] = []
+        extra: list[tuple[int, int]] = []
+        for index, unit in enumerate(self.units):
+            members = [self.calls[i] for i in calls_of[unit]]
+            saved = sum(int(value[c.saved]) for c in members)
+            if unit in left_out or saved < max(1, minimum_bytes) or any(c.backward_time == NEVER for c in members):
+                continue
+            row = np.zeros(len(self.positions), dtype=np.int64)
+            for i in calls_of[unit]:
+                call = self.calls[i]
+                row += self._alive[i] * value[call.saved]
+                if call.region:
+                    inside = np.array([call.in_time <= p.time < call.out_time and not p.backward for p in self.positions])
+                    limit = resident.lasting_bytes + before + value[call.entry] + value[call.lean]
+                    row += np.where(inside, np.maximum(base - limit, 0), 0)
+                extra.append((len(options), i))
+            flops = sum(float(values[c.flops]) for c in members)
+            options.append(Option(index, "recompute", _seconds(flops, saved, len(members), seconds_per_flop)))
+            relief.append(row)
+        return self._finish(base, options, relief, extra, value, own, resident.update_bytes)
+
+    def _finish(
+        self,
+        base: NDArray[np.int64],
+        options: list[Option],
+        relief: list[NDArray[np.int64]],
+        extra: Sequence[tuple[int, int]],
+        value: NDArray[np.int64],
+        own: dict[int, int],
+        update_bytes: int,
+    ) -> Timeline:
+        """Add a position for every recomputation, which binds only if it is chosen, and one for the update."""
+        places = {p.time: i for i, p in enumerate(self.positions) if p.backward}
+        matrix = np.array(relief, dtype=np.int64).reshape(len(options), len(self.positions))
+        more_base, more_columns, labels = [], [], []
+        times = [p.time if p.backward else -1 for p in self.positions]
+        for option, index in extra:
+            call = self.calls[index]
+            place = places.get(call.backward_time)
+            if place is None:
+                continue
+            column = matrix[:, place].copy()
+            column[option] = -value[call.working]
+            more_base.append(own[call.backward_time] + int(value[call.before_backward]))
+            more_columns.append(column)
+            times.append(call.backward_time)
+            labels.append(f"recomputation of {call.key}")
+        more_base.append(update_bytes)
+        more_columns.append(np.zeros(len(options), dtype=np.int64))
+        times.append(-1)
+        labels.append("optimizer step")
+        base = np.concatenate([base, np.array(more_base, dtype=np.int64)])
+        when = np.array(times)
+        option_of = {index: option for option, index in extra}
+        shared = []
+        for loose in self.loose:
+            size = int(value[loose.size])
+            base -= np.where((when >= 0) & (when <= loose.until_time), size, 0)
+            holders: dict[int, NDArray[np.bool_]] = {}
+            for index in loose.holders:
+                if index in option_of:
+                    until = self.calls[index].backward_time
+                    holders.setdefault(option_of[index], (when >= 0) & (when <= until))
+            if holders:
+                shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
+        return Timeline(
+            units=self.units,
+            parents=self.parents,
+            options=tuple(options),
+            base_bytes=base,
+            relief_bytes=np.concatenate([matrix, np.array(more_columns, dtype=np.int64).T], axis=1),
+            shared=tuple(shared),
+            labels=(*(p.label for p in self.positions), *labels),
+        )
+
+
+def _seconds(flops: float, saved_bytes: int, calls: int, seconds_per_flop: float) -> float:
+    """What recomputing a unit costs.
+
+    Operations decide. Element-wise work is about the same per byte that is freed, whichever units free it, so
+    it hardly changes the choice; counted lightly, with a region's fixed cost, it breaks ties towards few large
+    regions. Measured times of single units would decide differently from run to run: they vary by a tenth.
+    """
+    return (flops + 0.25 * saved_bytes + 1e4 * calls) * seconds_per_flop

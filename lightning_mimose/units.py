@@ -1,0 +1,154 @@
+"""Which submodules can be planned, and which of them shelter a step about which nothing is known yet.
+
+A unit is a submodule whose forward can be recomputed as one region. Candidates are nested (a block and its
+parts); a plan never acts on a unit and its ancestor at once. The *shelter* is one cut through the tree of
+candidates that is recomputed while nothing is known. It balances the number of regions (each retains its
+inputs until backward) against the size of the largest one (its working set exists at once in backward): the
+trade behind Chen et al.'s sqrt(n) segments (arXiv 1604.06174), on the module tree instead of a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_mimose.errors import UnitsError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Leaves of torch.nn whose forward holds far more than their inputs.
+_HEAVY_LEAVES = (nn.RNNBase, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A submodule that can be planned.
+
+    Attributes:
+        name: Qualified name in the model.
+        module: The module itself.
+        parent: Index of the nearest enclosing unit, -1 at the top.
+        weight: Number of elementary layers inside; a stand-in for size before anything is measured.
+        shelter: Whether the unit is recomputed while nothing is known.
+    """
+
+    name: str
+    module: nn.Module
+    parent: int
+    weight: int
+    shelter: bool
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[Unit, ...]:
+    """Find the units of a model, in the order of registration, parents before their parts.
+
+    Args:
+        model: Any module.
+        patterns: fnmatch patterns on qualified names, or class names; None finds the units by itself.
+
+    Raises:
+        UnitsError: A pattern that matches nothing, or a model in which nothing can be planned.
+
+    Example:
+        >>> from torch import nn
+        >>> block = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+        >>> model = nn.Sequential(block(), block(), block(), nn.Linear(8, 2))
+        >>> [unit.name for unit in find_units(model) if unit.shelter]
+        ['0', '1', '2']
+    """
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    if patterns is None:
+        wanted = {name for name, module in modules if _is_candidate(module)}
+    else:
+        wanted = _matching(modules, patterns)
+    weights = {name: _weight(module) for name, module in modules if name in wanted}
+    parents = {name: _nearest(name, wanted) for name in weights}
+    shelter = _balanced_cut(weights, parents, _weight(model))
+    if patterns is None:
+        # Above the shelter a region would hold several blocks at once; it never lowers the peak where it counts.
+        above = {ancestor for name in shelter for ancestor in _ancestors(name, parents)}
+        weights = {name: weight for name, weight in weights.items() if name not in above}
+        parents = {name: _nearest(name, set(weights)) for name in weights}
+    if not weights:
+        raise UnitsError(
+            f"Found nothing to plan in {type(model).__name__}: it has {len(modules)} submodules, none of which is "
+            "a block with layers of its own. Put the layers into blocks (nn.Sequential, or modules with a forward), "
+            'or name them: units=["encoder.layer.*"] or units=["MyBlock"].'
+        )
+    index = {name: i for i, name in enumerate(weights)}
+    by_name = dict(modules)
+    return tuple(
+        Unit(name, by_name[name], index.get(parents[name] or "", -1), weights[name], name in shelter)
+        for name in weights
+    )
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    """Whether a module may hold more than it is given: not a container, not a single elementary layer."""
+    if isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward:
+        return False
+    if isinstance(module, _HEAVY_LEAVES) or any(True for _ in module.children()):
+        return True
+    # A leaf written by somebody else (a custom activation or norm) computes with functions we cannot see.
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
+    wanted: set[str] = set()
+    for pattern in patterns:
+        found = {
+            name
+            for name, module in modules
+            if (fnmatchcase(name, pattern) or type(module).__name__ == pattern) and not isinstance(module, _CONTAINERS)
+        }
+        if not found:
+            classes = sorted({type(module).__name__ for _, module in modules})
+            names = [name for name, _ in modules]
+            raise UnitsError(
+                f"The unit pattern {pattern!r} matches none of the {len(modules)} submodules. Names look like "
+                f"{', '.join(map(repr, names[:: max(1, len(names) // 5)][:5]))}; classes are {', '.join(classes[:12])}."
+            )
+        wanted |= found
+    return wanted
+
+
+def _weight(module: nn.Module) -> int:
+    """Elementary layers inside, counting a hand-written leaf by its parameters."""
+    leaves = (child for child in module.modules() if not any(True for _ in child.children()))
+    return sum(max(1, sum(1 for _ in leaf.parameters(recurse=False)) // 2) for leaf in leaves)
+
+
+def _nearest(name: str, wanted: set[str]) -> str | None:
+    """The longest proper dotted prefix of `name` that is itself wanted."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in wanted:
+            return name
+    return None
+
+
+def _ancestors(name: str, parents: dict[str, str | None]) -> Iterator[str]:
+    parent = parents[name]
+    while parent is not None:
+        yield parent
+        parent = parents[parent]
+
+
+def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total: int) -> set[str]:
+    """The cut that minimises regions + layers of the largest region, over all limits on a region's layers.
+
+    Every candidate is in the cut, inside a unit of it, or above it.
+    """
+    with_parts = {parent for parent in parents.values() if parent is not None}
+    best: set[str] = set()
+    best_cost: float = float("inf")
+    for limit in sorted(set(weights.values())):
+        fits = {name for name, weight in weights.items() if weight <= limit or name not in with_parts}
+        cut = {name for name in fits if not any(a in fits for a in _ancestors(name, parents))}
+        uncovered = total - sum(weights[name] for name in cut)
+        cost = len(cut) + max(weights[name] for name in cut) + uncovered
+        if cost <= best_cost:
+            best, best_cost = cut, cost
+    return best

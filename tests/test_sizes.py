@@ -1,0 +1,313 @@
+"""Sizes: names of dimensions in any batch, which of them vary, and rounding."""
+
+from __future__ import annotations
+
+import json
+import timeit
+from collections import UserDict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mimose.errors import SizeError
+from lightning_mimose.sizes import BatchSize, SizeTracker, raw_dims, round_up_value
+
+Pair = namedtuple("Pair", "source target")
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    mask: torch.Tensor | None = None
+    unset: torch.Tensor = field(init=False)
+
+
+class Graph:
+    """Neither mapping nor sequence, with a cycle, as graph libraries have them."""
+
+    kind = torch.zeros(3)  # of the class, so of no batch
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(5, 16)
+        self._store = {"edge_index": torch.zeros(2, 9, dtype=torch.long), "owner": self}
+        self.model = torch.nn.Linear(2, 2)
+        self.again = [self]
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims"),
+    [
+        pytest.param(zeros(8, 3, 32), {"batch": 8, "input:1": 3, "input:2": 32}, id="tensor"),
+        pytest.param(zeros(), {}, id="a tensor without axes"),
+        pytest.param(zeros(0, 3), {"batch": 0, "input:1": 3}, id="empty tensor"),
+        pytest.param((zeros(8, 3), zeros(8)), {"batch": 8, "0:1": 3}, id="tuple"),
+        pytest.param([zeros(8, 3), zeros(8, 4)], {"batch": 8, "0:1": 3, "1:1": 4}, id="list"),
+        pytest.param((zeros(8, 3), zeros(5)), {"0:0": 8, "0:1": 3, "1:0": 5}, id="leading axes differ"),
+        pytest.param((zeros(8, 3), zeros()), {"batch": 8, "0:1": 3}, id="a tensor without axes shares nothing"),
+        pytest.param({"a": {"b": zeros(8, 3)}, "c": [zeros(8, 4)]}, {"batch": 8, "a.b:1": 3, "c.0:1": 4}, id="nested"),
+        pytest.param(UserDict(a=zeros(8, 3)), {"batch": 8, "a:1": 3}, id="UserDict"),
+        pytest.param(Pair(zeros(8, 3), zeros(8, 4)), {"batch": 8, "source:1": 3, "target:1": 4}, id="namedtuple"),
+        pytest.param(Sample(zeros(8, 3)), {"batch": 8, "image:1": 3}, id="dataclass"),
+        pytest.param(Graph(), {"x:0": 5, "x:1": 16, "_store.edge_index:0": 2, "_store.edge_index:1": 9}, id="object"),
+        pytest.param(
+            {"text": ["a", "b"], "n": 3, "x": zeros(8, 2), "none": None, "fn": zeros, "cls": Graph, "set": {1}},
+            {"batch": 8, "x:1": 2},
+            id="what is no tensor is ignored",
+        ),
+        pytest.param({"a.b": zeros(1, 2), "a": {"b": zeros(1, 3)}}, {"batch": 1, "a.b:1": 2, "a.b:1'": 3}, id="clash"),
+        pytest.param({0: zeros(1, 2), ("x", 1): zeros(1, 3)}, {"batch": 1, "0:1": 2, "('x', 1):1": 3}, id="keys"),
+        pytest.param(torch.eye(3).to_sparse(), {"batch": 3, "input:1": 3}, id="sparse"),
+        pytest.param(
+            torch.nested.nested_tensor([zeros(3, 5), zeros(2, 5)], layout=torch.jagged),
+            {"batch": 2, "input:1": 25},
+            id="nested tensor",
+        ),
+        pytest.param(
+            torch.nn.utils.rnn.pack_sequence([zeros(3, 5), zeros(2, 5)]),
+            {"data:0": 5, "data:1": 5, "batch_sizes:0": 3},
+            id="packed sequence",
+        ),
+    ],
+)
+def test_raw_dims(batch: Any, dims: dict[str, int]) -> None:
+    """Every kind of batch gives its dimensions, by path and axis, in order of occurrence."""
+    assert list(raw_dims(batch).items()) == list(dims.items())
+
+
+def test_raw_dims_hugging_face() -> None:
+    """What tokenizers and models of Hugging Face return is read like a dict."""
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": zeros(8, 128), "attention_mask": zeros(8, 128)})
+    assert raw_dims(encoding) == {"batch": 8, "input_ids:1": 128, "attention_mask:1": 128}
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=zeros(8, 4), hidden_states=(zeros(8, 2),))
+    assert raw_dims(output) == {"batch": 8, "last_hidden_state:1": 4, "hidden_states.0:1": 2}
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", ["a", "b"], {}, object(), torch.nn.Linear(2, 2), torch.Tensor])
+def test_no_tensor(batch: Any) -> None:
+    """A batch without tensors is refused with its type and the way out."""
+    with pytest.raises(SizeError, match="size_fn") as caught:
+        raw_dims(batch)
+    assert type(batch).__name__ in str(caught.value)
+
+
+def test_fast() -> None:
+    """Reading and tracking a usual batch takes microseconds: 5 where 40 are allowed for a busy machine."""
+    batches = [{key: zeros(8, n) for key in ("input_ids", "attention_mask", "labels")} for n in (64, 128)]
+    tracker = SizeTracker()
+    seconds = min(timeit.repeat(lambda: [tracker.observe(batch) for batch in batches], number=200, repeat=5))
+    assert seconds / 400 < 40e-6
+
+
+# Rounding
+
+
+@given(st.integers(0, 2**70), st.integers(0, 2**70))
+def test_round_up(n: int, m: int) -> None:
+    """Rounding never goes down, adds at most 1/1024, keeps the order, and is done once."""
+    up = round_up_value(n)
+    assert n <= up
+    assert (up - n) * 1024 <= n
+    assert n >= 2048 or up == n
+    assert round_up_value(up) == up
+    assert (n <= m) <= (up <= round_up_value(m))
+
+
+@given(st.integers(2048, 2**40))
+def test_round_up_has_few_values(n: int) -> None:
+    """An octave has 1024 values after rounding, so plans can be shared: the step is the stated power of two."""
+    step = 2 ** (n.bit_length() - 1 - 10)
+    assert round_up_value(n) % step == 0
+    assert round_up_value(n) - n < step
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=4, max_size=4))
+def test_round_up_costs_half_a_percent(factors: list[int]) -> None:
+    """Four factors, as in memory quadratic in two dimensions, grow by less than 0.5 % in all."""
+    exact = rounded = 1
+    for n in factors:
+        exact, rounded = exact * n, rounded * round_up_value(n)
+    assert rounded <= 1.005 * exact
+
+
+def test_rounded_up_size() -> None:
+    """A rounded size keeps names and layout, and equal sizes are one key."""
+    size = BatchSize((("batch", 8), ("pixels", 100_001)), layout=3)
+    assert size.rounded_up() == BatchSize((("batch", 8), ("pixels", 100_032)), layout=3)
+    assert len({size.rounded_up(), BatchSize((("batch", 8), ("pixels", 100_032)), 3), size}) == 2
+
+
+# Tracking
+
+
+def tracked(*batches: Any, size_fn: Any = None) -> tuple[SizeTracker, list[BatchSize]]:
+    tracker = SizeTracker(size_fn)
+    return tracker, [tracker.observe(batch) for batch in batches]
+
+
+def test_one_batch_names_all() -> None:
+    """After one distinct batch, even seen twice, all dimensions are named, equal ones once and 'batch' by itself."""
+    batch = {"a": zeros(8, 5), "b": zeros(8, 5), "c": zeros(8, 8)}
+    tracker, (size, _) = tracked(batch, batch)
+    assert size.dims == (("batch", 8), ("a:1", 5), ("b:1", 5), ("c:1", 8))
+    # All but 'batch' start as one group and come apart where they differ.
+    assert tracker.named(size) == {"batch": 8, "a:1": 5, "c:1": 8}
+    assert tracker.names == ("batch", "a:1", "c:1")
+    assert tracker.varying == ()
+
+
+def test_constants_are_dropped() -> None:
+    """Once something varies, what never did is not named, but 'batch' is; old sizes can still be named."""
+    tracker, (first, second) = tracked(zeros(8, 3, 32, 32), zeros(8, 3, 64, 64))
+    assert tracker.names == ("batch", "input:2")
+    assert tracker.varying == ("input:2",)
+    assert tracker.named(first) == {"batch": 8, "input:2": 32}
+    assert tracker.named(second) == {"batch": 8, "input:2": 64}
+
+
+def test_groups_come_apart() -> None:
+    """Dimensions that were always equal are one name until a batch tells them apart."""
+    tracker, _ = tracked(zeros(8, 32, 32), zeros(8, 64, 64))
+    assert tracker.names == ("batch", "input:1")
+    size = tracker.observe(zeros(4, 64, 32))
+    assert tracker.named(size) == {"batch": 4, "input:1": 64, "input:2": 32}
+    assert tracker.varying == ("batch", "input:1", "input:2")
+
+
+def test_layouts() -> None:
+    """Other names are another layout, with its own numbers, and a return to the first finds it again."""
+    two, one = {"a": zeros(8, 5), "b": zeros(8, 7)}, {"a": zeros(8, 9)}
+    tracker, sizes = tracked(two, one, two, {"a": zeros(8, 5), "b": zeros(8, 6)})
+    assert [size.layout for size in sizes] == [0, 1, 0, 0]
+    assert tracker.named(sizes[0]) == {"batch": 8, "b:1": 7}
+    assert tracker.named(sizes[1]) == {"batch": 8, "a:1": 9}
+    assert tracker.names == ("batch", "b:1", "a:1")
+    assert tracker.varying == ("b:1",)
+
+
+def test_order_of_keys() -> None:
+    """The same keys in another order are the same layout and, where the values agree, the same size."""
+    one = {"a": zeros(8, 5), "b": zeros(8, 7)}
+    tracker, (first, second) = tracked(one, dict(reversed(one.items())))
+    assert first == second
+    assert tracker.varying == ()
+
+
+def test_leading_axes_that_agree_by_chance() -> None:
+    """Unrelated leading axes that agree in one batch stay in their layout once they are known to be unrelated."""
+    tracker, sizes = tracked((zeros(5, 2), zeros(3)), (zeros(4, 2), zeros(4)), (zeros(6, 2), zeros(4)))
+    assert [size.layout for size in sizes] == [0, 0, 0]
+    assert sizes[1].dims == (("0:0", 4), ("0:1", 2), ("1:0", 4))
+    assert tracker.names == ("0:0", "1:0")
+
+
+def test_size_fn() -> None:
+    """size_fn gives the size alone: an int is 'size', a mapping is taken as it is, the batch may be anything."""
+    tracker, (size,) = tracked("four", size_fn=len)
+    assert size.dims == (("size", 4),)
+    assert tracker.named(size) == {"size": 4}
+    tracker, (size, _) = tracked("a b", ("c", "d", "e"), size_fn=lambda batch: {"words": torch.tensor(len(batch))})
+    assert size.dims == (("words", 3),)
+    assert type(size.dims[0][1]) is int
+    assert tracker.names == ("words",)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "8", 8.0, True, -1, {}, {"n": 8.0}, {"n": True}, {"n": -1}, {3: 8}, [8], zeros(2), {"n": None}]
+)
+def test_size_fn_refused(answer: Any) -> None:
+    """Anything but non-negative ints is refused, shown, and does not count as the type that was seen."""
+    tracker = SizeTracker(lambda batch: answer if batch is None else {"n": batch})
+    with pytest.raises(SizeError, match="size_fn returned"):
+        tracker.observe(None)
+    assert tracker.observe(7).dims == (("n", 7),)
+
+
+def test_type_changes() -> None:
+    """A batch, or a result of size_fn, of another kind than before is refused with both types."""
+    tracker, _ = tracked({"a": zeros(8, 5)}, UserDict(a=zeros(8, 5)))
+    with pytest.raises(SizeError, match="batch is a tuple, but it was a dict"):
+        tracker.observe((zeros(8, 5),))
+    tracker, _ = tracked(3, 4, size_fn=lambda batch: batch)
+    with pytest.raises(SizeError, match="size_fn is a dict, but it was a int"):
+        tracker.observe({"n": 3})
+
+
+BATCHES = st.lists(
+    st.one_of(*(st.tuples(*[st.integers(1, 3)] * n) for n in (1, 3, 4))).map(
+        lambda values: dict(zip(("batch", "a", "b", "c"), values, strict=False))
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def reference_names(history: list[dict[str, int]]) -> tuple[list[str], list[str]]:
+    """(names, varying) of one layout, from all of its batches."""
+    columns = {name: tuple(size[name] for size in history) for name in history[0]}
+    firsts = [
+        name
+        for i, name in enumerate(columns)
+        if name == "batch" or not any(columns[name] == columns[b] for b in list(columns)[:i] if b != "batch")
+    ]
+    varying = [name for name in firsts if len(set(columns[name])) > 1]
+    return [name for name in firsts if not varying or name in varying or name == "batch"], varying
+
+
+@given(BATCHES)
+def test_tracker_against_history(batches: list[dict[str, int]]) -> None:
+    """After every batch the O(dims) state names what a look at the whole history names, for each layout."""
+    tracker = SizeTracker(lambda batch: batch)
+    histories: dict[int, list[dict[str, int]]] = {}
+    for batch in batches:
+        size = tracker.observe(batch)
+        histories.setdefault(size.layout, []).append(batch)
+        assert dict(size.dims) == batch
+        names, varying = [], []
+        for history in histories.values():
+            shown, moved = reference_names(history)
+            names += [name for name in shown if name not in names]
+            varying += [name for name in moved if name not in varying]
+        assert tracker.names == tuple(names)
+        assert tracker.varying == tuple(varying)
+        assert tracker.named(size) == {name: batch[name] for name in reference_names(histories[size.layout])[0]}
+    assert len(histories) == len({tuple(batch) for batch in batches})
+
+
+@given(BATCHES, BATCHES)
+def test_state_round_trips(before: list[dict[str, int]], after: list[dict[str, int]]) -> None:
+    """A tracker restored from JSON goes on as the one that was saved, which it shares nothing with."""
+    tracker, restored = SizeTracker(lambda batch: batch), SizeTracker(lambda batch: batch)
+    for batch in before:
+        tracker.observe(batch)
+    saved = json.dumps(tracker.state_dict())
+    state = tracker.state_dict()
+    restored.load_state_dict(json.loads(saved))
+    assert restored.names == tracker.names
+    for batch in after:
+        assert restored.observe(batch) == tracker.observe(batch)
+        assert restored.names == tracker.names
+        assert restored.varying == tracker.varying
+    assert json.dumps(state) == saved
+
+
+def test_state_keeps_type_and_layouts() -> None:
+    """A restored tracker still refuses other types and still knows leading axes that are not shared."""
+    tracker, _ = tracked((zeros(5, 2), zeros(3)))
+    restored = SizeTracker()
+    restored.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert restored.observe((zeros(4, 2), zeros(4))).layout == 0
+    with pytest.raises(SizeError, match="it was a tuple"):
+        restored.observe(zeros(4))
+    fresh: Mapping[str, Any] = SizeTracker().state_dict()
+    restored.load_state_dict(fresh)
+    assert restored.observe(zeros(4)).dims == (("batch", 4),)
