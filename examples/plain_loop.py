@@ -4,7 +4,7 @@
 the source of the standard library, in windows of different lengths.
 
     python examples/plain_loop.py
-    python examples/plain_loop.py --budget 90MB
+    python examples/plain_loop.py --budget 110MB
 """
 
 from __future__ import annotations

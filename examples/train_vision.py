@@ -4,7 +4,7 @@ The task: which of scikit-learn's two sample photographs (a Chinese temple, a fl
 a height and a width of its own, between 64 and 224 pixels, so activation memory differs by a factor of twelve.
 
     python examples/train_vision.py
-    python examples/train_vision.py --budget 70MB --steps 60
+    python examples/train_vision.py --budget 85MB --steps 60
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ImageClassifier(pl.LightningModule):
 def main() -> None:
     """Trains inside the budget and prints the plugin's report."""
     parser = argparse.ArgumentParser(description="An image classifier trained inside a memory budget.")
-    parser.add_argument("--budget", default="55MB", help='as MimoseCallback takes it: "55MB", "60%%", 0.6, ...')
+    parser.add_argument("--budget", default="75MB", help='as MimoseCallback takes it: "75MB", "60%%", 0.6, ...')
     parser.add_argument("--steps", type=int, default=40, help="batches in the one epoch")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", ".*does not have many workers")

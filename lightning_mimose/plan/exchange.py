@@ -22,6 +22,12 @@ CORE = 40
 ALIKE = 4
 """How many moves that relieve about the same are combined: the cheapest ones, and a choice of exact sizes."""
 
+REPAIRS = 120
+"""Steps after which a repair is given up; each takes half of what is missing, so a few dozen are usual."""
+
+PATIENCE = 12
+"""Steps in a row that may pass without less excess than ever before: curing one position may break others at first."""
+
 LEAST_GAIN = 1e-12
 """Seconds; an improvement below it is floating-point noise and would let the search run in circles."""
 
@@ -188,7 +194,8 @@ class Search:
             Whether it fits now. If not, the pick is where no single option would have helped.
         """
         cost = self.structure.cost if price is None else price
-        for _ in range(2 * len(self.pick) + len(self.timeline.base_bytes)):
+        least, patience = np.inf, PATIENCE
+        for _ in range(REPAIRS):
             slack = self.slack()
             if not (slack < 0).any():
                 if not self.activate():
@@ -199,6 +206,10 @@ class Search:
             seconds, relief = delta[:, 0], delta[:, 1:]
             # Relief counts up to what is missing; what newly breaks another position counts against it.
             before = np.minimum(slack, 0.0)
+            patience = PATIENCE if -before.sum() < least else patience - 1
+            least = min(least, float(-before.sum()))
+            if not patience:
+                return False
             gain = (np.minimum(slack + relief, 0.0) - before).sum(axis=1)
             gain[self._taken] = 0.0
             helpful = np.flatnonzero(gain > 0)

@@ -1,8 +1,7 @@
-"""A plan within a per cent of the best one, in milliseconds: Lagrangian prices, repair, exchanges.
+"""A plan within a per cent of the best one, in milliseconds: prices, repair, exchanges.
 
-Every position over the budget gets a price per byte. At given prices the best pick is found unit by unit, its value
-bounds the best plan from below, and the prices move towards where that bound is highest. The picks seen on the way
-nearly fit; `Search` makes them fit and then exchanges options while that saves time.
+The picks that are best at the prices of `prices.py` nearly fit. `Search` makes them fit, and then exchanges options
+for as long as that saves time; small problems, where one option weighs much, are disturbed and improved again.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from numpy.typing import NDArray
 
 from lightning_mimose.plan.exchange import LEAST_GAIN, NO_SPLITS, Search, Splits
 from lightning_mimose.plan.plan import Plan
+from lightning_mimose.plan.prices import CLOSE_ENOUGH, Priced, price
 from lightning_mimose.plan.structure import NONE, Floats, Incumbent, Ints, Structure, best_incumbent, plan_of
 from lightning_mimose.predict.timeline import Timeline
-
-STEPS = 60
-"""Price updates; the bound is within a few per mille by then."""
-
-LEAST_STEP = 0.1
-"""The first step is 1; halved whenever the bound stops rising. Below this, further steps find next to nothing."""
 
 WORTH_KICKING = 4e-3
 """Relative distance to the bound above which a finished pick is disturbed and improved again."""
@@ -30,116 +24,11 @@ WORTH_KICKING = 4e-3
 KICKS = 8
 """How often; only small problems are ever that far from their bound, where a kick takes half a millisecond."""
 
+PROBES = 600
+"""Where no usual way leads to a plan, smaller budgets are tried: this many divided by the number of options."""
+
 LARGE = 600
 """Options above which less is tried: one choice more or less matters little among hundreds."""
-
-CLOSE_ENOUGH = 1e-4
-"""Relative distance to the bound at which the search stops."""
-
-
-@dataclass(frozen=True, eq=False)
-class Priced:
-    """Where the prices ended.
-
-    Attributes:
-        bound: No pick that fits adds fewer seconds (for the holds that were assumed).
-        prices: Shape (active,); seconds per byte at the active positions of the search.
-        picks: Picks seen on the way that nearly fit, the most promising first.
-        loss: Shape (options,); by how much the bound rises when an option is forced into the pick.
-    """
-
-    bound: float
-    prices: Floats
-    picks: tuple[Ints, ...]
-    loss: Floats
-
-
-def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float = np.inf) -> Priced:
-    """Find the prices of the positions that bind.
-
-    Args:
-        search: Its active positions grow by those that are found to bind; its pick changes.
-        charge: Shape (positions,); bytes assumed to be alive besides (holds).
-        banned: Options assumed to be out of the question.
-        upper: Seconds of a known plan that fits.
-    """
-    structure, cost = search.structure, search.structure.cost.copy()
-    cost[banned] = np.inf
-    search.take(np.full_like(search.pick, NONE))
-    search.activate(search.timeline.base_bytes + charge)
-    if not search.active:
-        bound, pick = structure.cheapest(cost)
-        return Priced(bound, np.zeros(0), (pick,), structure.forced_loss(cost))
-
-    def need() -> Floats:
-        return (search.timeline.base_bytes + charge - search.budget)[search.active].astype(np.float64)
-
-    # A first price from the densities: what the last option needed would cost per byte of the first position.
-    missing, gains = need(), search.gains
-    density = np.sort(cost[gains[:, 0] > 0] / gains[gains[:, 0] > 0, 0])
-    scale = float(np.median(density[np.isfinite(density)])) if np.isfinite(density).any() else 1.0
-    prices = np.zeros(len(missing))
-    prices[0] = _line_search(structure, cost, gains[:, 0], float(missing[0]), max(scale, 1e-18))
-    best_bound, best_prices, best_at = -np.inf, prices, 0
-    near: list[tuple[float, int, Ints]] = []
-    step, direction = 1.0, np.zeros(len(prices))
-    for count in range(STEPS):
-        bound, pick = structure.cheapest(cost - gains @ prices)
-        bound += float(prices @ missing)
-        chosen = pick[pick >= 0]
-        short = missing - gains[chosen].sum(axis=0)
-        if count == 0 or bound > best_bound + 1e-9 * abs(best_bound):
-            best_bound, best_prices, best_at = bound, prices, count
-        elif count - best_at >= 5:
-            step, best_at, prices = step / 2, count, best_prices
-            if step < LEAST_STEP:
-                break
-        excess = float(np.maximum(short / np.maximum(np.abs(missing), 1.0), 0.0).max())
-        near.append((excess, count, pick))
-        if count % 4 == 0 or excess < 0.02:
-            search.take(pick)
-            if search.activate(search._bare + charge):
-                missing, gains = need(), search.gains
-                short = missing - gains[chosen].sum(axis=0)
-                prices, best_prices = np.append(prices, 0.0), np.append(best_prices, 0.0)
-                direction = np.append(direction, 0.0)
-        value = float(cost[chosen].sum())
-        if excess <= 0 and bool((short <= 0).all()):
-            upper = min(upper, value)
-        target = min(upper, bound + max(0.05 * abs(bound), 1e-9))
-        if target - best_bound <= CLOSE_ENOUGH * abs(target):
-            break
-        # Positions at price 0 with slack cannot fall further: they must not shorten everybody's step.
-        slope = np.where((prices <= 0) & (short < 0), 0.0, short)
-        direction = np.where((prices <= 0) & (direction < 0), 0.0, 0.7 * slope + 0.3 * direction)
-        length = float(direction @ direction)
-        if length == 0:
-            break
-        prices = np.maximum(prices + step * (target - bound) / length * direction, 0.0)
-    reduced = cost - gains @ best_prices
-    _, pick = structure.cheapest(reduced)
-    near.sort(key=lambda entry: entry[:2])
-    return Priced(best_bound, best_prices, (pick, *(entry[2] for entry in near[:3])), structure.forced_loss(reduced))
-
-
-def _line_search(structure: Structure, cost: Floats, gain: Floats, missing: float, scale: float) -> float:
-    """The price of a single position at which its best pick just covers what is missing."""
-
-    def covers(price: float) -> bool:
-        _, pick = structure.cheapest(cost - price * gain)
-        return float(gain[pick[pick >= 0]].sum()) >= missing
-
-    low, high = 0.0, scale
-    for _ in range(30):
-        if covers(high):
-            break
-        low, high = high, high * 4
-    else:
-        return scale  # nothing covers it: some price, so that the search goes on to the repair
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (low, middle) if covers(middle) else (middle, high)
-    return high
 
 
 def _assumptions(timeline: Timeline) -> Iterator[tuple[NDArray[np.int64], Ints]]:
@@ -200,7 +89,7 @@ def solve(timeline: Timeline, budget_bytes: int) -> Found:
         if not large and best is not None and best_seconds - priced.bound > WORTH_KICKING * abs(best_seconds):
             best, best_seconds = _kicked(search, priced, splits, best, best_seconds)
     if best is None:
-        pick = least_peak_pick(timeline, structure, budget_bytes)
+        pick = least_peak_pick(timeline, structure, budget_bytes, steps=4 if large else 20)
         search.take(pick)
         if not search.activate() and int(search.level().max(initial=0)) <= budget_bytes:
             search.improve(np.zeros(len(search.active)))
@@ -251,37 +140,52 @@ def _splits(structure: Structure, reduced: Floats) -> Splits:
     return Splits(np.array(units), np.concatenate(options), start)
 
 
-def least_peak_pick(timeline: Timeline, structure: Structure, enough_bytes: int = -1) -> Ints:
-    """Lower the peak step by step, from everything kept, until no single option lowers it.
+def _first_repaired(search: Search, starts: Sequence[Ints]) -> bool:
+    """Repair one start after the other until one fits; the search is left there."""
+    for start in starts:
+        search.take(start)
+        if search.repair():
+            return True
+    return False
+
+
+def least_peak_pick(timeline: Timeline, structure: Structure, enough_bytes: int = -1, steps: int = 20) -> Ints:
+    """Bisect on the budget for the least one that a repair reaches.
 
     Args:
         timeline: What there is.
         structure: Its structure.
-        enough_bytes: Stop at this peak.
+        enough_bytes: Stop at this peak, or where it is known to be out of reach.
+        steps: The most bisections.
     """
     best = np.full(len(timeline.units), NONE, dtype=np.intp)
-    best_peak = int(timeline.level_bytes(best[best >= 0]).max(initial=0))
-    search = Search(timeline, structure, best_peak)
-    # One option alone may relieve nothing, because of what it holds; all that relieve the peak together may.
-    _, most = structure.cheapest(-timeline.relief_bytes[:, int(timeline.base_bytes.argmax())].astype(np.float64))
-    low, high = max(enough_bytes, 0), best_peak
-    # Bisect on a budget: repairing towards one budget moves all its positions together.
-    for _ in range(40):
-        if high <= low:
+    high = int(timeline.base_bytes.max(initial=0))
+    search = Search(timeline, structure, high)
+    # At one position by itself the most that any pick relieves is easily found: no peak is lower than what is left.
+    low, most = 0, best
+    for position in np.argsort(-timeline.base_bytes, kind="stable")[:: max(1, len(timeline.base_bytes) // 8)].tolist():
+        relieved, pick = structure.cheapest(-timeline.relief_bytes[:, position].astype(np.float64))
+        if int(timeline.base_bytes[position] + relieved) > low:
+            low, most = int(timeline.base_bytes[position] + relieved), pick
+    bound = low
+
+    for _ in range(steps):
+        if high <= enough_bytes or bound > max(enough_bytes, 0) > 0 or high - low <= 0.0005 * high:
             break
         search.budget = (low + high) // 2
-        for start in (best, most):
-            search.take(start)
-            fits = search.repair()
-            if fits:
-                break
-        if fits:
-            best, best_peak = search.pick, int(search.level().max(initial=0))
-            high = best_peak
+        # One option alone may relieve nothing, because of what it holds: so start from many at once too.
+        if _first_repaired(search, (best, most)) or any(
+            _first_repaired(search, price(search, charge, banned).picks) for charge, banned in _assumptions(timeline)
+        ):
+            best, high = search.pick, int(search.level().max(initial=0))
         else:
             low = search.budget + 1
-        if high - low <= 0.0005 * high and enough_bytes < low:
-            break
+    if bound <= enough_bytes < high:
+        # A repair may fail for one budget and succeed for a smaller one, where it starts from other prices.
+        for share in np.linspace(1.0, 0.0, min(12, PROBES // len(timeline.options)), endpoint=False).tolist():
+            search.budget = bound + int(share * (enough_bytes - bound))
+            if any(_first_repaired(search, price(search, *each).picks) for each in _assumptions(timeline)):
+                return search.pick
     return best
 
 

@@ -22,6 +22,7 @@ from scipy.sparse import coo_array, csr_array, hstack, vstack
 from lightning_mimose.plan.heuristic import least_peak_pick, plan_heuristic, solve
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.structure import Floats, Incumbent, Ints, Structure, best_incumbent, plan_of
+from lightning_mimose.plan.symmetry import precedences
 from lightning_mimose.predict.timeline import Timeline
 
 SCALE = 1e4
@@ -86,6 +87,17 @@ class _Program:
         matrix = csr_array(coo_array((values, (where, columns)), shape=(len(rows), self.width)))
         return matrix, np.array([row[2] for row in rows])
 
+    def _precedence_rows(self) -> csr_array:
+        """[symmetry] constraints, at most 0 each: they depend on the positions that are in."""
+        column = np.full(len(self.timeline.options), -1, dtype=np.intp)
+        column[self.options] = np.arange(len(self.options))
+        pairs = precedences(self.timeline, self.structure, np.array(self.positions, dtype=np.intp))
+        rows = np.zeros((len(pairs), self.width))
+        for row, (these, those) in zip(rows, pairs, strict=True):
+            row[column[these][column[these] >= 0]] = 1.0
+            row[column[those][column[those] >= 0]] = -1.0
+        return csr_array(rows[(rows > 0).any(axis=1)])
+
     def raised(self) -> Floats:
         """By how much each variable raises the level, shape (positions of the program, variables)."""
         rows = np.zeros((len(self.positions), self.width))
@@ -108,12 +120,13 @@ class _Program:
         base = self.timeline.base_bytes[self.positions].astype(np.float64)
         raised = self.raised()
         count = len(self.options)
+        structural, structural_upper = self.fixed_rows, self.fixed_upper
         if budget_bytes is None:
             unit_bytes = max(1.0, float(self.timeline.base_bytes.max())) / 1e6
             rows = np.column_stack([raised / unit_bytes, -np.ones(len(base))])
             upper = -base / unit_bytes
             objective = np.append(np.zeros(self.width), 1.0)
-            fixed = hstack([self.fixed_rows, csr_array((self.fixed_rows.shape[0], 1))])
+            structural = hstack([structural, csr_array((structural.shape[0], 1))])
         else:
             scale = SCALE / np.maximum(np.abs(raised).max(axis=1, initial=0.0), 1.0)
             slack = budget_bytes - base - np.array([self.tightened.get(p, 0) for p in self.positions])
@@ -122,7 +135,9 @@ class _Program:
             # HiGHS stops within an absolute 1e-6 of the optimum, whatever gap is asked for: make seconds large.
             objective = np.zeros(self.width)
             objective[:count] = cost * (SCALE / max(float(np.abs(cost).max(initial=0.0)), 1e-300))
-            fixed = self.fixed_rows
+            order = self._precedence_rows()
+            structural = vstack([structural, order])
+            structural_upper = np.append(structural_upper, np.zeros(order.shape[0]))
         high = np.ones(len(objective))
         high[self.width :] = np.inf
         answer = milp(
@@ -130,7 +145,7 @@ class _Program:
             integrality=(np.arange(len(objective)) < count).astype(np.intp),
             bounds=Bounds(np.zeros(len(objective)), high),
             constraints=LinearConstraint(
-                vstack([csr_array(rows), fixed], format="csc"), -np.inf, np.append(upper, self.fixed_upper)
+                vstack([csr_array(rows), structural], format="csc"), -np.inf, np.append(upper, structural_upper)
             ),
             options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic())},
         )

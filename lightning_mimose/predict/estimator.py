@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
-
 from lightning_mimose.predict.features import Basis, bases
 from lightning_mimose.predict.structure import CallShape, LooseShape, Position, Structure
 
@@ -133,7 +131,7 @@ class Estimator:
             keys = self._selected(structure, batch)
             known = self._observed[structure]
             self._fits[slot] = (
-                _best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure.byte_columns)
+                _best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure)
                 if keys
                 else None
             )
@@ -193,17 +191,13 @@ def _structure(data: Mapping[str, Any]) -> Structure:
     )
 
 
-def _best_fit(
-    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], byte_columns: NDArray[np.intp]
-) -> _Fit:
+def _best_fit(sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
-    bytes_only = values[:, byte_columns]
-    scale = max(float(bytes_only.max()), 1.0)
     candidates = bases(sizes)
     best: tuple[float, Basis] = (float("inf"), candidates[0])
     for basis in candidates:
         design = np.array([basis.features(size) for size in sizes])
-        error = _left_out_error(design, bytes_only) / scale
+        error = _left_out_error(design, values, structure)
         if error < best[0]:
             best = (error, basis)
         if error <= GOOD_ERROR / 4:
@@ -213,7 +207,7 @@ def _best_fit(
     names = sizes[0].keys()
     return _Fit(
         basis,
-        _solve(design, values, scale),
+        _solve(design, values),
         error,
         len(sizes),
         {name: min(size[name] for size in sizes) for name in names},
@@ -221,28 +215,34 @@ def _best_fit(
     )
 
 
-def _left_out_error(design: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """Largest error over all columns when each size is predicted from the others (least squares)."""
+def _left_out_error(design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure) -> float:
+    """Largest error when each size is predicted from the others, as a share of its activation peak."""
     count, features = design.shape
     if count <= features:
         return float("inf")
-    errors = []
+    predicted = np.empty_like(values)
     for left_out in range(count):
         rest = np.arange(count) != left_out
         if np.linalg.matrix_rank(design[rest]) < features:
             return float("inf")
         coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
-        errors.append(np.abs(design[left_out] @ coefficients - values[left_out]).max())
-    return float(max(errors))
+        predicted[left_out] = design[left_out] @ coefficients
+    truth = structure.summary(values)
+    missed = np.abs(structure.summary(predicted) - truth)
+    errors = np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / truth[:, :1]
+    return float(errors.max())
 
 
-def _solve(design: NDArray[np.float64], values: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
     free: NDArray[np.float64] = np.linalg.lstsq(design, values, rcond=None)[0]
+    scale = np.abs(values).max(axis=0)
     negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0))
     if negative.size:
+        from sklearn.linear_model import LinearRegression  # a second to import, so only when training needs it
+
         model = LinearRegression(fit_intercept=False, positive=True)
         bound = model.fit(design, values[:, negative]).coef_.reshape(negative.size, -1).T
-        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > 1e-4 * scale
+        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > 1e-4 * scale[negative]
         free[:, negative] = np.where(worse, free[:, negative], bound)
     return free

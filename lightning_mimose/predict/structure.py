@@ -136,11 +136,28 @@ class Structure:
     batch: int
     columns: int
 
-    @cached_property
-    def byte_columns(self) -> NDArray[np.intp]:
-        """Indices of the columns that are bytes."""
-        others = {column for call in self.calls for column in (call.flops, call.seconds)}
-        return np.array([i for i in range(self.columns) if i not in others], dtype=np.intp)
+    def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What predictions are judged by: the activation peak with everything kept, with every region recomputed,
+        and what each region frees.
+
+        Args:
+            values: Shape (observations, columns).
+
+        Returns:
+            Shape (observations, 2 + regions), bytes.
+        """
+        padded = np.concatenate([values, np.zeros((len(values), 1))], axis=1)
+        column, entry, _, _ = self._arrays
+        kept = (padded[:, column] + padded[:, entry]).max(axis=1)
+        regions = [call for call in self.calls if call.region]
+        saved = values[:, [call.saved for call in regions]]
+        start = values[:, [call.before_backward for call in regions]]
+        working = values[:, [call.working for call in regions]]
+        out = np.array([call.out_time for call in regions]).reshape(-1, 1)
+        backward = np.array([call.backward_time for call in regions])
+        held = (out <= backward) & (backward < backward.reshape(-1, 1))
+        recomputed = (start + working - saved @ held).max(axis=1, initial=0.0)
+        return np.concatenate([np.stack([kept, recomputed], axis=1), saved], axis=1)
 
     @cached_property
     def _alive(self) -> NDArray[np.bool_]:

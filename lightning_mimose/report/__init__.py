@@ -1,0 +1,1 @@
+"""What the user sees: text, JSON, plots and logged metrics, all from the records' numbers."""

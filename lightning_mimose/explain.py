@@ -1,0 +1,204 @@
+"""What a budget would cost, before training: answers for some sizes of a model that small steps were learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_mimose.budget import device_memory, format_bytes, parse_budget
+from lightning_mimose.errors import BudgetInfeasibleError
+from lightning_mimose.learn import Knowledge, Size
+from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.report.text import Table
+
+_STEP_OF_FORWARD = 3.0
+"""Operations of a step in those of its forward: a backward takes two for each."""
+_ALL = 1
+"""A budget, in bytes, in view of which no unit is too small to be planned."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one budget costs at one size.
+
+    Attributes:
+        budget: As it was asked for.
+        budget_bytes: In bytes.
+        fits: Whether any plan keeps the step inside it.
+        fits_untrained: Whether it is kept even by a run's first batch, of which nothing is known yet.
+        recomputed_units: Units that the plan recomputes.
+        predicted_peak_bytes: Peak under the plan; of the most saving one where nothing fits.
+        added_share: What recomputation adds, as a share of the step's operations.
+        added_seconds: The same share of the step's estimated time.
+        actions: Unit -> action of the units that do something else than keep.
+    """
+
+    budget: str
+    budget_bytes: int
+    fits: bool
+    fits_untrained: bool
+    recomputed_units: int
+    predicted_peak_bytes: int
+    added_share: float
+    added_seconds: float
+    actions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known about one size.
+
+    Attributes:
+        size: The dimensions asked for.
+        unbudgeted_peak_bytes: Peak when everything is kept.
+        smallest_feasible_bytes: The least budget that is sure to do, from the first batch on.
+        step_seconds: Estimated time of a plain step: a measured smaller one, scaled by operations.
+        expected_error: Expected error of the peaks, as a share of the activations' bytes.
+        trusted: Whether a run would plan on this prediction; otherwise it is a guess from too little.
+        smallest: What the smallest budget costs.
+        budgets: What each budget asked about costs.
+    """
+
+    size: Size
+    unbudgeted_peak_bytes: int
+    smallest_feasible_bytes: int
+    step_seconds: float
+    expected_error: float
+    trusted: bool
+    smallest: Cost
+    budgets: tuple[Cost, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def explain(knowledge: Knowledge, asked: Sequence[Size], budgets: Sequence[str]) -> list[Answer]:
+    """Answer for every size.
+
+    Args:
+        knowledge: What `learn` found out about these sizes.
+        asked: The sizes, in the same order.
+        budgets: Budgets as users write them; a number of bytes may exceed this device, it may be meant for another.
+
+    Raises:
+        BudgetError: A budget that cannot be read.
+    """
+    amounts = [(budget, _budget_bytes(budget, knowledge)) for budget in budgets]
+    advisor = knowledge.advisor
+    here = _full_seconds(advisor.timeline(knowledge.reference, _ALL)[0])
+    answers = []
+    for size, batch in zip(asked, knowledge.batches, strict=True):
+        timeline, prediction = advisor.timeline(batch, _ALL)
+        full = _full_seconds(timeline)
+        step_seconds = knowledge.reference_seconds * (full / here if here else 1.0)
+        least = advisor.sure_bytes(timeline)
+        sheltered = {
+            unit: action for unit, action in advisor.shelter.items() if (unit, action) in timeline.option_index
+        }
+        ask = _Asker(knowledge, batch, least, 1.0 / (_STEP_OF_FORWARD * full) if full else 0.0, step_seconds)
+        answers.append(
+            Answer(
+                size=dict(size),
+                unbudgeted_peak_bytes=timeline.peak_bytes({}),
+                smallest_feasible_bytes=least,
+                step_seconds=step_seconds,
+                expected_error=float(prediction.error),
+                trusted=bool(prediction.trusted),
+                smallest=ask.cost("smallest", least)
+                or ask.of("smallest", least, least, timeline.added_seconds(sheltered), sheltered),
+                budgets=tuple(ask.cost(budget, amount) or ask.nothing(budget, amount) for budget, amount in amounts),
+            )
+        )
+    return answers
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Asks for plans of one size."""
+
+    knowledge: Knowledge
+    batch: Any
+    least: int
+    share_per_second: float
+    step_seconds: float
+
+    def cost(self, budget: str, amount: int) -> Cost | None:
+        try:
+            plan = self.knowledge.advisor.plan(self.batch, amount)
+        except BudgetInfeasibleError:
+            return None
+        return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
+
+    def of(self, budget: str, amount: int, peak: int, added_seconds: float, actions: dict[str, str]) -> Cost:
+        recomputed = sum(action == "recompute" for action in actions.values())
+        share = added_seconds * self.share_per_second
+        sure = amount >= self.least
+        return Cost(budget, amount, True, sure, recomputed, peak, share, share * self.step_seconds, actions)
+
+    def nothing(self, budget: str, amount: int) -> Cost:
+        return Cost(budget, amount, False, False, 0, self.least, 0.0, 0.0, {})
+
+
+def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Iterator[Table]:
+    """The answers as tables to read."""
+    count = len(knowledge.units)
+    yield Table(
+        f"{model}: {count} units, learnt from {len(knowledge.sizes)} small steps on {knowledge.device}",
+        (),
+    )
+    for answer in answers:
+        words = ", ".join(f"{name}={value:,}" for name, value in answer.size.items())
+        rows = (
+            ("none", "", "", format_bytes(answer.unbudgeted_peak_bytes)),
+            *(_row(cost, count) for cost in answer.budgets),
+            (f"{format_bytes(answer.smallest_feasible_bytes)} (smallest)", *_row(answer.smallest, count)[1:]),
+        )
+        notes = [f"A plain step takes about {_seconds(answer.step_seconds)}."]
+        if not answer.trusted:
+            notes.append("Too little is known to be sure of these numbers: treat them as a guess.")
+        if any(cost.fits and not cost.fits_untrained for cost in answer.budgets):
+            notes.append(
+                f"* once smaller batches have been seen; a run that starts with this one needs "
+                f"{format_bytes(answer.smallest_feasible_bytes)}."
+            )
+        yield Table(words, rows, ("budget", "recomputed", "added time", "predicted peak"), " ".join(notes))
+
+
+def _row(cost: Cost, units: int) -> tuple[str, str, str, str]:
+    name = format_bytes(cost.budget_bytes)
+    if not cost.fits:
+        return name, "does not fit", "", f"{format_bytes(cost.predicted_peak_bytes)} at least"
+    mark = "" if cost.fits_untrained else " *"
+    peak = format_bytes(cost.predicted_peak_bytes)
+    if not cost.actions:
+        return name, "fits as is" + mark, "", peak
+    added = f"{100 * cost.added_share:.1f} % ({_seconds(cost.added_seconds)})"
+    return name, f"{cost.recomputed_units} of {units} units{mark}", added, peak
+
+
+def _full_seconds(timeline: Timeline) -> float:
+    """What recomputing every unit would take: once the forward of all that can be planned."""
+    planned = {option.unit for option in timeline.options}
+
+    def inside(unit: int) -> bool:
+        parent = timeline.parents[unit]
+        return parent >= 0 and (parent in planned or inside(parent))
+
+    return sum(option.added_seconds for option in timeline.options if not inside(option.unit))
+
+
+def _budget_bytes(budget: str, knowledge: Knowledge) -> int:
+    parsed = parse_budget(budget)
+    return int(parsed.amount) if parsed.kind == "bytes" else parsed.resolve(device_memory(knowledge.device))
+
+
+def _seconds(seconds: float) -> str:
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{1e3 * seconds:.0f} ms"
+        if seconds >= 0.01
+        else f"{1e3 * seconds:.1f} ms"
+    )
