@@ -126,8 +126,7 @@ class Advisor:
         return smallest_feasible(timeline), True
 
     def _margin_bytes(self, prediction: Prediction) -> int:
-        activation = max(0, self.budget_bytes - self.resident.lasting_bytes)
-        return int(RESERVE_SHARE * self.budget_bytes + 1.5 * prediction.error * activation) + self._surplus_bytes
+        return int((RESERVE_SHARE + 1.5 * prediction.error) * self.budget_bytes) + self._surplus_bytes
 
     def _timeline(self, prediction: Prediction, resident: Resident, budget_bytes: int | None = None) -> Timeline:
         return prediction.structure.timeline(
@@ -156,6 +155,7 @@ class Advisor:
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+        self.estimator.resident_bytes = self.resident.total_bytes
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self.cache.clear()
         self._actual_peaks.clear()

@@ -25,7 +25,6 @@ from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_b
 from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
 from lightning_mimose.measure.collector import StepRecorder, StepTrace, resident_tensors
 from lightning_mimose.measure.gradients import GradientLedger
-from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
 from lightning_mimose.predict.structure import Resident
@@ -54,6 +53,7 @@ class _Step:
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    measuring: bool = False
     updating: bool = False
 
     @property
@@ -215,9 +215,18 @@ class Engine:
         if step.sheltered or self._measures_planned_step():
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
             known = resident_tensors(self.model, batch) if step.sheltered else ()
-            step.recorder = StepRecorder(make_meter(self.device), known, step.gradients)
+            step.recorder = StepRecorder(self.device, known, step.gradients)
         self.session.arm(actions, step.recorder if step.sheltered else None)
-        if step.recorder is not None:
+
+    def begin_forward(self) -> None:
+        """The forward is about to run; a meter starts here, if this step has one.
+
+        Not in `begin_step`: torch's optimizers run their closure inside a `record_function`, and a profiler that is
+        started outside it and stopped inside leaves it with a pointer to memory that is gone.
+        """
+        step = self._step
+        if step is not None and step.recorder is not None and not step.measuring:
+            step.measuring = True
             step.recorder.start()
 
     def _measures_planned_step(self) -> bool:
@@ -226,7 +235,9 @@ class Engine:
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins."""
         step = self._step
-        if step is not None and step.recorder is not None and step.gradients is not None and not step.updating:
+        if step is None or step.gradients is None or step.updating:
+            return
+        if step.recorder is not None and step.measuring:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered else None)
 
@@ -239,12 +250,12 @@ class Engine:
         step = self._step
         if step is None or step.updating:
             return
-        measured = step.recorder is not None
+        measured = step.measuring
         self._finish_measuring(step)
         step.updating = True
         if measured:
             step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
-            step.recorder = StepRecorder(make_meter(self.device), (), step.gradients)
+            step.recorder = StepRecorder(self.device, (), step.gradients)
             step.recorder.start()
 
     def end_step(self) -> StepRecord | None:
@@ -283,7 +294,7 @@ class Engine:
         """An exception ended the step: stop measuring and disarm; nothing is learnt from it."""
         step = self._step
         if step is not None:
-            if step.recorder is not None:
+            if step.recorder is not None and step.measuring:
                 step.recorder.stop()
             self._clear(step)
 
@@ -296,7 +307,7 @@ class Engine:
 
     def _finish_measuring(self, step: _Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept."""
-        if step.recorder is None or step.gradients is None:
+        if step.recorder is None or step.gradients is None or not step.measuring:
             return
         step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None

@@ -100,6 +100,7 @@ class Mimose:
             raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
         try:
             engine.begin_step(batch)
+            engine.begin_forward()
             loss = self._loss_fn(model, batch)
             model.zero_grad(set_to_none=True)
             engine.begin_backward(loss)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.measure.meter import Interval, Meter
+from lightning_mimose.measure.meter import Interval, Meter, make_meter
 from lightning_mimose.measure.resident import batch_tensors
 
 GradientBytes = Callable[[], tuple[int, int]]
@@ -118,7 +118,7 @@ class StepRecorder:
     """Records one step. Units report their calls; the engine reports the step's own marks.
 
     Args:
-        meter: Measures the curve; started by `start`.
+        device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
         resident: Storages that are not activations (parameters, buffers), left out of what units save.
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
@@ -126,13 +126,14 @@ class StepRecorder:
 
     def __init__(
         self,
-        meter: Meter,
+        device: torch.device,
         resident: Sequence[torch.Tensor],
         gradient_bytes: GradientBytes,
         *,
         count_flops: bool = True,
     ) -> None:
-        self._meter = meter
+        self._device = device
+        self._meter: Meter = make_meter(device)
         self._gradient_bytes = gradient_bytes
         self._resident = {t.untyped_storage()._cdata for t in resident if t.layout == torch.strided}
         self._ids: Any = WeakIdKeyDictionary()
@@ -150,6 +151,7 @@ class StepRecorder:
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
+        self._meter = make_meter(self._device)
         self._meter.start()
         old, new = self._gradient_bytes()
         self._marks.append(Mark("step", "start", old, new))

@@ -68,16 +68,19 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
             end = call.marks.get("again_out", again + 1)
             working = max(peak for _, peak in activation[again:end]) - activation[again][0]
         is_region = call is region and again is not None
-        if is_region:
-            assert again is not None
-            start = activation[again][0] + dropped[again]
-            entry = columns.add(activation[call.marks["in"]][0] + dropped[call.marks["in"]])
+        at = call.marks.get("backward")
+        entry = lean = -1
+        if again is not None:
+            # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = activation[call.marks["in"] : call.marks["out"]]
-            lean = columns.add(max(peak for _, peak in inside) - activation[call.marks["in"]][0])
+            lean = columns.add(max(peak for _, peak in inside) - inside[0][0])
+            first = region.marks["in"]
+            since = activation[again][0] - activation[region.marks["again"]][0]
+            entry = columns.add(activation[first][0] + dropped[first] + since)
+        if is_region:
+            start = activation[region.marks["again"]][0] + dropped[region.marks["again"]]
         else:
-            at = call.marks.get("backward")
             start = activation[at][0] + dropped[at] - saved[id(call)] if at is not None else 0
-            entry = lean = -1
         shapes[id(call)] = CallShape(
             key=call.key,
             unit=call.unit,

@@ -16,7 +16,7 @@ from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan
 from lightning_mimose.plugin.evaluation import EvaluationMeter
-from lightning_mimose.plugin.support import bucket_bytes, check_strategy, zeroes_gradients
+from lightning_mimose.plugin.support import TrainingStepHook, bucket_bytes, check_strategy, zeroes_gradients
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, StepRecord
 from lightning_mimose.report.report import Report
@@ -92,6 +92,7 @@ class MimoseCallback(Callback):
         self.on_oom = on_oom
         self.host_budget = host_budget
         self._engine: Engine | None = None
+        self._hook: TrainingStepHook | None = None
         self._advisor: Advisor | None = None
         self._loaded: dict[str, Any] | None = None
         self._history = History()
@@ -189,6 +190,7 @@ class MimoseCallback(Callback):
         engine.watch(trainer.optimizers)
         engine.attach()
         self._engine = engine
+        self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward)
         log.info(
             "mimose: budget %s bytes (%s) on %s, %d units found",
             f"{engine.budget_bytes:,}",
@@ -274,9 +276,11 @@ class MimoseCallback(Callback):
 
     def _close(self) -> None:
         self._evaluation.end()
+        if self._hook is not None:
+            self._hook.remove()
         if self._engine is not None:
             self._engine.detach()
-        self._engine = None
+        self._engine = self._hook = None
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

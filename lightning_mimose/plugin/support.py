@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,28 @@ def check_strategy(strategy: Any) -> None:
             f"{type(strategy).__name__} was never tried with MimoseCallback. Supported are single-device training and "
             "DDP: strategy='auto' or 'ddp'."
         )
+
+
+class TrainingStepHook:
+    """Calls a function right before every `strategy.training_step`.
+
+    No callback hook lies between the optimizer's start and the forward: `on_train_batch_start` comes before
+    `optimizer.step(closure)`, and the closure calls the strategy at once.
+    """
+
+    def __init__(self, strategy: Any, before: Callable[[], None]) -> None:
+        self._strategy = strategy
+        original = strategy.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return original(*args, **kwargs)
+
+        strategy.training_step = training_step
+
+    def remove(self) -> None:
+        """Give the strategy its own method back."""
+        vars(self._strategy).pop("training_step", None)
 
 
 def bucket_bytes(strategy: Any, model: nn.Module) -> int:

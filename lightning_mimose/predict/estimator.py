@@ -31,7 +31,7 @@ class Prediction:
     Attributes:
         structure: Its shape.
         values: Shape (structure.columns,).
-        error: Expected error as a share of the activation peak.
+        error: Expected error as a share of the step's peak.
         trusted: Whether plans may be built on it.
     """
 
@@ -58,7 +58,9 @@ class Estimator:
         patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
     """
 
-    def __init__(self, patience: int = 5) -> None:
+    def __init__(self, patience: int = 4) -> None:
+        self.resident_bytes = 0
+        """What is resident besides activations: errors are shares of a step's whole peak."""
         self._patience = patience
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
@@ -131,7 +133,7 @@ class Estimator:
             keys = self._selected(structure, batch)
             known = self._observed[structure]
             self._fits[slot] = (
-                _best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure)
+                _best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure, self.resident_bytes)
                 if keys
                 else None
             )
@@ -191,13 +193,15 @@ def _structure(data: Mapping[str, Any]) -> Structure:
     )
 
 
-def _best_fit(sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure) -> _Fit:
+def _best_fit(
+    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
     candidates = bases(sizes)
     best: tuple[float, Basis] = (float("inf"), candidates[0])
     for basis in candidates:
         design = np.array([basis.features(size) for size in sizes])
-        error = _left_out_error(design, values, structure)
+        error = _left_out_error(design, values, structure, resident_bytes)
         if error < best[0]:
             best = (error, basis)
         if error <= GOOD_ERROR / 4:
@@ -215,8 +219,10 @@ def _best_fit(sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], s
     )
 
 
-def _left_out_error(design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure) -> float:
-    """Largest error when each size is predicted from the others, as a share of its activation peak."""
+def _left_out_error(
+    design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> float:
+    """Largest error when each size is predicted from the others, as a share of its peak."""
     count, features = design.shape
     if count <= features:
         return float("inf")
@@ -229,7 +235,9 @@ def _left_out_error(design: NDArray[np.float64], values: NDArray[np.float64], st
         predicted[left_out] = design[left_out] @ coefficients
     truth = structure.summary(values)
     missed = np.abs(structure.summary(predicted) - truth)
-    errors = np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / truth[:, :1]
+    errors = np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / (
+        truth[:, :1] + resident_bytes
+    )
     return float(errors.max())
 
 

@@ -59,8 +59,8 @@ class CallShape:
         before_backward: Column of the live bytes when its backward begins, without what it saved.
         flops: Column of the operations its recomputation runs.
         seconds: Column of the seconds its recomputation took.
-        entry: Column of the live bytes at its start (regions only, else -1).
-        lean: Column of the peak of its forward while nothing is kept, above its start (regions only, else -1).
+        entry: Column of the live bytes at its start when everything before it is kept, -1 if not recomputed.
+        lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
     """
 
     key: str
@@ -160,9 +160,13 @@ class Structure:
         return np.concatenate([np.stack([kept, recomputed], axis=1), saved], axis=1)
 
     @cached_property
+    def _times(self) -> NDArray[np.int64]:
+        return np.array([p.time for p in self.positions], dtype=np.int64)
+
+    @cached_property
     def _alive(self) -> NDArray[np.bool_]:
         """Shape (calls, positions): whether what a call saves is alive at a position of backward or forward."""
-        times = np.array([p.time for p in self.positions])
+        times = self._times
         out = np.array([c.out_time for c in self.calls]).reshape(-1, 1)
         backward = np.array([c.backward_time for c in self.calls]).reshape(-1, 1)
         alive: NDArray[np.bool_] = (out <= times) & (times < backward)
@@ -200,6 +204,7 @@ class Structure:
         before = resident.old_gradient_bytes
         after = made if resident.zeroes_gradients else np.maximum(made, before)
         base = resident.lasting_bytes + padded[column] + padded[entry] + np.where(backward, after, before)
+        times = self._times
         calls_of: dict[str, list[int]] = {}
         for i, call in enumerate(self.calls):
             calls_of.setdefault(call.unit, []).append(i)
@@ -218,8 +223,8 @@ class Structure:
             for i in calls_of[unit]:
                 call = self.calls[i]
                 row += self._alive[i] * value[call.saved]
-                if call.region:
-                    inside = np.array([call.in_time <= p.time < call.out_time and not p.backward for p in self.positions])
+                if call.entry >= 0:
+                    inside = (call.in_time <= times) & (times < call.out_time) & ~backward
                     limit = resident.lasting_bytes + before + value[call.entry] + value[call.lean]
                     row += np.where(inside, np.maximum(base - limit, 0), 0)
                 extra.append((len(options), i))

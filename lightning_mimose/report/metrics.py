@@ -112,7 +112,7 @@ class StepMetrics:
         """
         self._recent.add(record)
         self._epoch.add(record)
-        if not _logs_now(trainer) or trainer.barebones:
+        if trainer.barebones or not _logs_now(trainer):
             return
         for name, value in self._recent.local().items():
             _log(callback, PREFIX + name, value, on_step=True, on_epoch=False, prog_bar=name in PROGRESS_BAR)
@@ -133,11 +133,13 @@ class StepMetrics:
 def _logs_now(trainer: Any) -> bool:
     """Whether Lightning writes its loggers after this batch.
 
-    The count is the one its logger connector uses; `global_step` counts optimizers instead.
+    It counts batches that stepped (`global_step` counts optimizers), and writes nothing after one that accumulates.
     """
-    stepped = int(trainer.fit_loop.epoch_loop._batches_that_stepped) + 1
-    every = int(trainer.log_every_n_steps)
-    return (every > 0 and stepped % every == 0) or bool(trainer.should_stop)
+    loop, every = trainer.fit_loop, int(trainer.log_every_n_steps)
+    due = every > 0 and (loop.epoch_loop._batches_that_stepped + 1) % every == 0
+    if not due and not trainer.should_stop:
+        return False
+    return not (trainer.lightning_module.automatic_optimization and loop._should_accumulate())
 
 
 def _log(callback: Any, name: str, value: float, *, device: torch.device | None = None, **options: Any) -> None:
