@@ -14,7 +14,7 @@ from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
 from lightning_mimose.measure.observe import Observation
 from lightning_mimose.plan import Plan, PlanCache, Scheduler
-from lightning_mimose.plan.optimal import smallest_feasible
+from lightning_mimose.plan.optimal import least_peak_heuristic, smallest_feasible
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -27,7 +27,9 @@ PlannerChoice = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], P
 RESERVE_SHARE = 0.002
 """Share of the budget kept free of plans: small allocations that no column describes (logged scalars, hooks)."""
 MINIMUM_UNIT_SHARE = 1e-4
-"""Units that save less than this share of the budget are left alone."""
+"""Units that save less than this share of the activation peak are left alone."""
+LEAST_SECONDS = 2.0
+"""How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
 
 
@@ -99,8 +101,10 @@ class Advisor:
         hit, infeasible = plan is not None, False
         if plan is None:
             prediction = self.estimator.predict(dict(rounded.dims))
-            if prediction is None or not prediction.trusted:
+            if prediction is None:
                 return Advice(None, None, False)
+            if not prediction.trusted:
+                return Advice(self._beyond_shelter(self._timeline(prediction, resident)), None, False)
             self._announce()
             plan, infeasible = self._plan(self._timeline(prediction, resident), prediction, key)
         return Advice(plan, self._actual_peak(size, rounded, plan, resident), hit, infeasible)
@@ -113,27 +117,53 @@ class Advisor:
     def _plan(self, timeline: Timeline, prediction: Prediction, key: Any) -> tuple[Plan, bool]:
         budget, cache = self.budget_bytes, self.cache
         incumbents = cache.incumbents(key, budget)
-        for target in (budget - self._margin_bytes(prediction), budget):
-            plan = self.scheduler.plan(
-                timeline,
-                target,
-                incumbents=incumbents,
-                on_better=lambda better: cache.replace(key, budget, plan, better) if plan is not None else None,
-            )
+        for target in (budget - self._margin_bytes(prediction, timeline, budget), budget):
+            current: list[Plan] = []
+
+            def better(plan: Plan, current: list[Plan] = current) -> None:
+                # From the planner's thread, maybe after the step has started: the next batch of this size takes it.
+                if current:
+                    cache.replace(key, budget, current[0], plan)
+
+            plan = self.scheduler.plan(timeline, target, incumbents=incumbents, on_better=better)
             if plan is not None:
                 cache.put(key, budget, plan)
+                current.append(plan)
                 return plan, False
-        return smallest_feasible(timeline), True
+        least = self._least(timeline)
+        if least.predicted_peak_bytes > budget:
+            return least, True
+        cache.put(key, budget, least)
+        return least, False
 
-    def _margin_bytes(self, prediction: Prediction) -> int:
-        return int((RESERVE_SHARE + 1.5 * prediction.error) * self.budget_bytes) + self._surplus_bytes
+    def _least(self, timeline: Timeline) -> Plan:
+        """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
+        least = least_peak_heuristic(timeline)
+        if least.predicted_peak_bytes <= self.budget_bytes:
+            return least
+        return smallest_feasible(timeline, time_limit_seconds=LEAST_SECONDS)
 
-    def _timeline(self, prediction: Prediction, resident: Resident, budget_bytes: int | None = None) -> Timeline:
+    def _beyond_shelter(self, timeline: Timeline) -> Plan | None:
+        """A plan for a size that is not trusted yet, where the shelter is expected to break the budget.
+
+        The shelter is a cut chosen before anything was measured; what is known by now may name a leaner one.
+        """
+        if self.sure_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
+            return None
+        least = least_peak_heuristic(timeline)
+        return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
+
+    def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
+        """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
+        peak = min(budget_bytes, timeline.peak_bytes({}))
+        return int(RESERVE_SHARE * budget_bytes + 1.5 * prediction.error * peak) + self._surplus_bytes
+
+    def _timeline(self, prediction: Prediction, resident: Resident) -> Timeline:
         return prediction.structure.timeline(
             prediction.values,
             resident,
             seconds_per_flop=self.estimator.seconds_per_flop(),
-            minimum_bytes=int(MINIMUM_UNIT_SHARE * (budget_bytes or self.budget_bytes)),
+            minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
         )
 
@@ -179,8 +209,8 @@ class Advisor:
             MimoseError: Nothing is known about this size yet.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        timeline, prediction = self.timeline(batch_or_size, budget)
-        for target in (budget - self._margin_bytes(prediction), budget):
+        timeline, prediction = self.timeline(batch_or_size)
+        for target in (budget - self._margin_bytes(prediction, timeline, budget), budget):
             plan = self.scheduler.plan(timeline, target)
             if plan is not None:
                 return plan
@@ -193,7 +223,7 @@ class Advisor:
             smallest_feasible_bytes=least,
         )
 
-    def timeline(self, batch_or_size: Any, budget_bytes: int | None = None) -> tuple[Timeline, Prediction]:
+    def timeline(self, batch_or_size: Any) -> tuple[Timeline, Prediction]:
         """The timeline of a batch, or of named dimensions, and the prediction it was made from.
 
         Raises:
@@ -211,11 +241,11 @@ class Advisor:
         resident = Resident(
             here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
         )
-        return self._timeline(prediction, resident, budget_bytes), prediction
+        return self._timeline(prediction, resident), prediction
 
     def least(self, timeline: Timeline) -> dict[str, str]:
         """Actions of the plan with the least peak."""
-        return dict(smallest_feasible(timeline))
+        return dict(self._least(timeline))
 
     def sure_bytes(self, timeline: Timeline) -> int:
         """The least budget that is sure to do: the peak of the plan that a run which knows nothing starts with."""

@@ -1,7 +1,7 @@
 """The engine: one step from batch to record. It knows no Lightning; every door is a thin wrapper around it.
 
-    batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> units -> forward, backward
-          -> meter -> estimator
+batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> units -> forward, backward
+-> meter -> estimator
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
-from lightning_mimose.measure.collector import StepRecorder, StepTrace, resident_tensors
+from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
+from lightning_mimose.measure.saved import resident_tensors
+from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sizes import BatchSize
@@ -209,9 +211,7 @@ class Engine:
         if advice.infeasible:
             self._infeasible_by_prediction(size, resident)
         actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
-        self._step = step = _Step(
-            size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began
-        )
+        self._step = step = _Step(size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began)
         if step.sheltered or self._measures_planned_step():
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
             known = resident_tensors(self.model, batch) if step.sheltered else ()
@@ -314,7 +314,8 @@ class Engine:
         step.gradients.close()
         peak = self._take_peak(step, trace)
         if not step.sheltered:
-            self.advisor.verify(step.advice.predicted_peak_bytes or peak, peak)
+            if step.advice.predicted_peak_bytes is not None:
+                self.advisor.verify(step.advice.predicted_peak_bytes, peak)
             return
         if any("backward" in call.marks for call in trace.calls):
             self.advisor.learn(step.size, observe(trace, step.batch_bytes))
@@ -322,14 +323,14 @@ class Engine:
             self._infeasible(step.size, step.resident, peak, peak, "with every unit recomputed")
 
     def _finish_update(self, step: _Step) -> None:
-        if step.recorder is None:
+        if step.recorder is None or not step.measuring:
             return
         state_before = step.resident.lasting_bytes - step.batch_bytes
         trace, step.recorder = step.recorder.stop(), None
         self._take_peak(step, trace)
         if self.ledger.lasting_bytes() == state_before:
             # The update as it really is replaces what was measured on small copies.
-            transient = max(interval.peak_bytes for interval in trace.intervals)
+            transient = max((interval.peak_bytes for interval in trace.intervals), default=0)
             self._update_cost = OptimizerCost(self._update_cost.state_bytes, transient)
 
     def _take_peak(self, step: _Step, trace: StepTrace) -> int:

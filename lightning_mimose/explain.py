@@ -9,6 +9,7 @@ from typing import Any
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.learn import Knowledge, Size
+from lightning_mimose.plan import Plan
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.report.text import Table
 
@@ -87,10 +88,10 @@ def explain(knowledge: Knowledge, asked: Sequence[Size], budgets: Sequence[str])
     """
     amounts = [(budget, _budget_bytes(budget, knowledge)) for budget in budgets]
     advisor = knowledge.advisor
-    here = _full_seconds(advisor.timeline(knowledge.reference, _ALL)[0])
+    here = _full_seconds(advisor.timeline(knowledge.reference)[0])
     answers = []
     for size, batch in zip(asked, knowledge.batches, strict=True):
-        timeline, prediction = advisor.timeline(batch, _ALL)
+        timeline, prediction = advisor.timeline(batch)
         full = _full_seconds(timeline)
         step_seconds = knowledge.reference_seconds * (full / here if here else 1.0)
         least = advisor.sure_bytes(timeline)
@@ -125,9 +126,18 @@ class _Asker:
     step_seconds: float
 
     def cost(self, budget: str, amount: int) -> Cost | None:
-        try:
-            plan = self.knowledge.advisor.plan(self.batch, amount)
-        except BudgetInfeasibleError:
+        advisor = self.knowledge.advisor
+        timeline, prediction = advisor.timeline(self.batch)
+        plan: Plan | None
+        if prediction.trusted:
+            try:
+                plan = advisor.plan(self.batch, amount)
+            except BudgetInfeasibleError:
+                return None
+        else:
+            # The margin a run would keep is as uncertain as the prediction, and would hide what is expected.
+            plan = advisor.scheduler.plan(timeline, amount)
+        if plan is None:
             return None
         return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
 

@@ -25,7 +25,7 @@ from lightning_mimose.samples import MakeBatch, say
 
 MOST_SIZES = 16
 """Sizes that are run at most."""
-_FRACTIONS = (1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2)
+_FRACTIONS = (3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2)
 
 Size = dict[str, int]
 OptimizerName = Literal["adamw", "sgd"]
@@ -175,6 +175,7 @@ class _Student:
         engine, batch = self._engine, move_data_to_device(self._make_batch(size), self._device)
         try:
             engine.begin_step(batch)
+            engine.begin_forward()
             self._step(batch, size, engine)
             engine.end_step()
         except BaseException:
@@ -215,23 +216,24 @@ class _Student:
 
 
 def scaled(name: str, values: Sequence[int]) -> list[int]:
-    """Smaller values of a dimension to learn at, up to half of the largest.
+    """Smaller values of a dimension to learn at: up to half of the largest (of a small batch, up to three).
 
     Divisibility by powers of two up to 32 is kept where there is room: images go through halvings.
 
     Example:
         >>> scaled("input_ids:1", [512]), scaled("batch", [8])
-        ([64, 96, 128, 160, 192, 256], [2, 3, 4])
+        ([96, 128, 160, 192, 224, 256], [2, 3, 4])
         >>> scaled("pixel_values:2", [224]), scaled("batch", [1])
-        ([32, 64, 96, 128], [1])
+        ([48, 64, 80, 96, 112], [1])
     """
     largest = max(values)
     if name == "batch":
         if largest <= 2:
             return sorted({1, largest})
-        return sorted({max(1 + (largest > 4), ceil(largest * share)) for share in (1 / 4, 3 / 8, 1 / 2)})
+        # Kernels treat a batch of one in their own way, so it teaches little about others.
+        return sorted({max(2, ceil(largest / 4)), max(3, ceil(largest * 3 / 8)), max(2, ceil(largest / 2))})
     step = 1
-    while step < 32 and largest % (2 * step) == 0 and 8 * step <= largest:
+    while step < 32 and largest % (2 * step) == 0 and 16 * step <= largest:
         step *= 2
     return sorted({min(largest, step * ceil(largest * share / step)) for share in _FRACTIONS})
 

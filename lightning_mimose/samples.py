@@ -70,7 +70,7 @@ def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
         raise MimoseError(f"{spec!r} is a {type(target).__name__}; a model, its class, or a function is needed.")
     configuration = getattr(target, "config_class", None) if inspect.isclass(target) else None
     try:
-        model = target(configuration(**init)) if configuration is not None else target(**init)
+        model = target(**init) if configuration is None else target(_complete(configuration(**init)))
     except Exception as error:
         raise MimoseError(
             f"{spec!r} could not be built ({say(error)}). Give its arguments with --init name=value, or name a "
@@ -79,6 +79,13 @@ def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise MimoseError(f"{spec!r} gave a {type(model).__name__}; an nn.Module is needed.")
     return model
+
+
+def _complete(config: Any) -> Any:
+    """A configuration with what shifting a decoder's labels needs; a checkpoint's would have it."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    return config
 
 
 def batch_maker(model: nn.Module, model_spec: str, batch_spec: str | None) -> MakeBatch:

@@ -199,6 +199,8 @@ class SizeTracker:
                 for name, value in batch.items():
                     for i in next(group for group in layout.groups if place[name] in group):
                         values[i] = _whole(value)
+                for name, value in batch.items():
+                    values[place[name]] = _whole(value)  # named itself: even if it always was equal to another
                 return BatchSize(tuple(zip(layout.names, values, strict=True)), index)
         known = [list(layout.names) for layout in self._layouts]
         raise SizeError(

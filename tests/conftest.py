@@ -26,7 +26,7 @@ ALLOWED_VARIABLES = frozenset(
 def _two_threads() -> Iterator[None]:
     """Two threads, so that a laptop, CI and a big machine run the same kernels."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 

@@ -1,0 +1,1 @@
+"""What a unit can do instead of keeping everything, and how that gets onto the model."""

@@ -1,0 +1,1 @@
+"""Meters and the collector: what a step holds, measured."""

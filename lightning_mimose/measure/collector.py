@@ -12,106 +12,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.meter import Interval, Meter, make_meter
-from lightning_mimose.measure.resident import batch_tensors
+from lightning_mimose.measure.saved import saved_in_graph
+from lightning_mimose.measure.trace import Call, Mark, StepTrace
 
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of one unit in a measured step. Numbers only, and weak references while the step runs.
-
-    Attributes:
-        unit: Name of the unit.
-        occurrence: How many times the unit was called before in this step.
-        parent: The enclosing call.
-        action: What the unit did.
-        inputs: Storage id -> bytes of the tensors it was given.
-        saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
-        outputs: Storage ids of what it returned while everything was kept, in order.
-        returned: Storage ids of what it returned in forward, in order.
-        output_held: Whether somebody else holds what it returned when the backward pass begins.
-        marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
-        flops: Floating-point operations of its recomputation, up to the last tensor saved.
-        seconds: Duration of its recomputation.
-    """
-
-    unit: str
-    occurrence: int
-    parent: Call | None
-    action: str
-    inputs: dict[int, int] = field(default_factory=dict)
-    saved: dict[int, int] = field(default_factory=dict)
-    outputs: list[int] = field(default_factory=list)
-    returned: list[int] = field(default_factory=list)
-    output_held: bool = False
-    marks: dict[str, int] = field(default_factory=dict)
-    flops: int = 0
-    seconds: float = 0.0
-
-    @property
-    def key(self) -> str:
-        """Identifies the call across steps."""
-        return self.unit if self.occurrence == 0 else f"{self.unit}#{self.occurrence}"
-
-    def within(self, other: Call) -> bool:
-        """Whether this call is `other` or nested in it."""
-        call: Call | None = self
-        while call is not None:
-            if call is other:
-                return True
-            call = call.parent
-        return False
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One mark on the curve: whose (a call's key, or "step"), which, and the gradients alive at that moment."""
-
-    owner: str
-    name: str
-    old_gradient_bytes: int
-    new_gradient_bytes: int
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """A measured step: its calls, its marks, and the interval that each mark opens.
-
-    Attributes:
-        calls: Every unit call, in forward order.
-        marks: Every mark, in order of time.
-        intervals: As many as `marks`.
-        saved_between: Storage ids that operations outside every region saved for backward.
-        reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
-    """
-
-    calls: tuple[Call, ...]
-    marks: tuple[Mark, ...]
-    intervals: tuple[Interval, ...]
-    saved_between: frozenset[int] = frozenset()
-    reserved_peak_bytes: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest bytes above what is resident besides gradients."""
-        return max(
-            (mark.old_gradient_bytes + interval.peak_bytes for mark, interval in zip(self.marks, self.intervals, strict=True)),
-            default=0,
-        )
 
 
 class StepRecorder:
@@ -144,6 +58,7 @@ class StepRecorder:
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._replay: Iterator[Call] | None = None
+        self._flops_before: dict[str, int] = {}
         self._outputs: list[tuple[Call, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
 
@@ -187,10 +102,10 @@ class StepRecorder:
             # Every trace counts what was made since the start; old gradients are accounted for at the marks.
             before = marks[0].old_gradient_bytes
             freed = [before - mark.old_gradient_bytes for mark in marks]
-            intervals = [
-                Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)
-            ]
-        return StepTrace(tuple(self._calls), marks, tuple(intervals), frozenset(self._saved_between), self._meter.reserved_peak_bytes)
+            intervals = [Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]
+        return StepTrace(
+            tuple(self._calls), marks, tuple(intervals), frozenset(self._saved_between), self._meter.reserved_peak_bytes
+        )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
 
@@ -262,11 +177,13 @@ class StepRecorder:
             yield
             return
         pack_outer, unpack_outer = outer
-        flops = _FlopTally()
+        flops = FlopTally()
+        before = self._flops_before = {call.key: 0}
 
         def pack(tensor: torch.Tensor) -> Any:
             self._count_saved(tensor)
-            call.flops = flops.total
+            for inner in self._stack:
+                inner.flops = flops.total - before[inner.key]
             return pack_outer(tensor)
 
         inside = [c for c in self._calls if c is not call and c.within(call)]
@@ -293,15 +210,14 @@ class StepRecorder:
         call.inputs = self._storages((args, kwargs))
         self._stack.append(call)
         call.marks["again"] = self.mark(call.key, "again")
-        flops = _FlopTally.active()
-        before = flops.total if flops else 0
+        flops = FlopTally.active()
+        self._flops_before[call.key] = flops.total if flops else 0
         began = time.perf_counter()
         try:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
         call.seconds = time.perf_counter() - began
-        call.flops = (flops.total if flops else 0) - before
         call.outputs = self._ordered(out)
         call.marks["again_out"] = self.mark(call.key, "again_out")
         return out
@@ -371,65 +287,3 @@ class Region:
         if recorder is not None:
             recorder._stack.pop()
             recorder.leave(self._call, out)
-
-
-class _FlopTally(TorchDispatchMode):
-    """Adds up floating-point operations by torch's own registry."""
-
-    _current: _FlopTally | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    @classmethod
-    def active(cls) -> _FlopTally | None:
-        return cls._current
-
-    def __enter__(self) -> Any:
-        _FlopTally._current = self
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        _FlopTally._current = None
-        super().__exit__(*exc)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
-        return out
-
-
-_raw_fields: dict[str, tuple[str, ...]] = {}
-
-
-def saved_in_graph(root: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a graph's nodes saved, as they are; what a checkpoint holds is not touched.
-
-    `node._raw_saved_x.data` is what was packed: a tensor where no hook took it. Reading `_saved_x` instead would
-    unpack, and so recompute.
-    """
-    seen = {root}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        kind = node.name()
-        if kind not in _raw_fields:
-            _raw_fields[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
-        for name in _raw_fields[kind]:
-            value = getattr(node, name, None)
-            for saved in value if isinstance(value, (tuple, list)) else (value,):
-                data = getattr(saved, "data", None)
-                if isinstance(data, torch.Tensor):
-                    yield data
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-
-
-def resident_tensors(model: nn.Module, batch: Any = None) -> list[torch.Tensor]:
-    """Parameters, buffers and the batch: what units may be given or save without it being an activation."""
-    return [*model.parameters(), *model.buffers(), *batch_tensors(batch)]

@@ -217,7 +217,7 @@ class DispatchMeter(TorchDispatchMode):
     """Counts the storages that operators return, and learns what their kernels use besides (see `scratch`)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._level = self._opened = self._peak = 0
         self._known: dict[int, int] = {}
         self._intervals: list[Interval] = []
@@ -226,7 +226,7 @@ class DispatchMeter(TorchDispatchMode):
 
     def start(self) -> None:
         """Enter the mode."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
         """Close the current interval."""
@@ -235,7 +235,7 @@ class DispatchMeter(TorchDispatchMode):
 
     def stop(self) -> list[Interval]:
         """Leave the mode."""
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.mark()
         return self._intervals
 

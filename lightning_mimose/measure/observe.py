@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_mimose.measure.collector import Call, StepTrace
+from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.predict.structure import NEVER, CallShape, LooseShape, Position, Structure
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
@@ -99,16 +99,16 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
-        call = owners.get(mark.owner) if mark.owner != "step" else None
+        owner = owners.get(mark.owner) if mark.owner != "step" else None
         if mark.name in ("again", "again_out"):
             continue
         peak = activation[index][1] + dropped[index]
         entry = -1
-        if call is not None and index < began:
-            region = region_of[id(call)]
-            if region is not None and "again" in region.marks and not (call is region and mark.name == "out"):
+        if owner is not None and index < began:
+            region = region_of[id(owner)]
+            if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
                 # Inside a region the forward that keeps everything is the recomputation.
-                twin = call.marks.get("again" if mark.name == "in" else "again_out")
+                twin = owner.marks.get("again" if mark.name == "in" else "again_out")
                 if twin is None:
                     continue
                 peak = activation[twin][1] - activation[region.marks["again"]][0]

@@ -51,12 +51,23 @@ def _describe(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else str(leaf)
 
 
+def _own_statistics(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with copies of running statistics: batch norm writes them, though its schema does not say so."""
+
+    def own(name: str, value: Any) -> Any:
+        return value.clone() if name.startswith("running_") and isinstance(value, torch.Tensor) else value
+
+    names = [argument.name for argument in func._schema.arguments]
+    return [own(*pair) for pair in zip(names, args, strict=False)], {name: own(name, kwargs[name]) for name in kwargs}
+
+
 def _measure(func: Any, args: Any, kwargs: Any) -> int:
     def run() -> int:
+        given, named = _own_statistics(func, args, kwargs)
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         torch._C._autograd._enable_profiler_legacy(config)
         with torch.no_grad():
-            out = func(*args, **kwargs)
+            out = func(*given, **named)
         kept = sum(
             size
             for size in {
@@ -68,7 +79,7 @@ def _measure(func: Any, args: Any, kwargs: Any) -> int:
         level = peak = 0
         for thread in torch._C._autograd._disable_profiler_legacy():
             for event in thread:
-                if event.kind() == "memory_alloc":
+                if str(event.kind()) == "memory_alloc":
                     level += event.cpu_memory_usage()
                     peak = max(peak, level)
         return max(0, peak - kept)

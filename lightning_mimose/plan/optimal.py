@@ -147,7 +147,9 @@ class _Program:
             constraints=LinearConstraint(
                 vstack([csr_array(rows), structural], format="csc"), -np.inf, np.append(upper, structural_upper)
             ),
-            options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic())},
+            # Without presolve: undoing it can make HiGHS print a stray line to stdout, which no option silences
+            # (HighsMipSolverData::transformNewIntegerFeasibleSolution); these programs are solved as fast without.
+            options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic()), "presolve": False},
         )
         chosen = None if answer.x is None else self.options[np.asarray(answer.x)[:count] > 0.5]
         return chosen, int(answer.status)

@@ -1,0 +1,1 @@
+"""The doors that know Lightning: callback, strategies, command line, entry point."""

@@ -1,0 +1,1 @@
+"""From input size to a timeline of live bytes. Pure: numbers in, numbers out."""

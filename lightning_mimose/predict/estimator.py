@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from lightning_mimose.predict.features import Basis, bases
 from lightning_mimose.predict.structure import CallShape, LooseShape, Position, Structure
 
@@ -146,9 +147,7 @@ class Estimator:
             reach = 1.25
         else:
             return False
-        return all(
-            fit.low[name] / reach <= dims[name] <= fit.high[name] * reach for name in fit.basis.dims
-        )
+        return all(fit.low[name] / reach <= dims[name] <= fit.high[name] * reach for name in fit.basis.dims)
 
     def seconds_per_flop(self) -> float:
         """Rate of recomputation on this device, over all that was measured; a guess before."""
@@ -243,7 +242,7 @@ def _left_out_error(
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
-    free: NDArray[np.float64] = np.linalg.lstsq(design, values, rcond=None)[0]
+    free: NDArray[Any] = np.linalg.lstsq(design, values, rcond=None)[0]
     scale = np.abs(values).max(axis=0)
     negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0))
     if negative.size:

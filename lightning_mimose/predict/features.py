@@ -33,7 +33,9 @@ class Basis:
     scales: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_exponents", np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1))
+        object.__setattr__(
+            self, "_exponents", np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1)
+        )
         object.__setattr__(self, "_scales", np.array(self.scales, dtype=np.float64))
 
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
@@ -78,12 +80,12 @@ def bases(sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     crossed = list(dict.fromkeys([*linear, *(monomial(i, j) for i in others for j in others if i < j)]))
     quadratic = list(dict.fromkeys([*linear, *(monomial(*pair) for pair in combinations_with_replacement(others, 2))]))
     # Attention over pixels: the square of an area.
-    area = list(dict.fromkeys([*quadratic, *(monomial(*pair, *pair) for pair in combinations_with_replacement(others, 2))]))
+    area = list(
+        dict.fromkeys([*quadratic, *(monomial(*pair, *pair) for pair in combinations_with_replacement(others, 2))])
+    )
     ladders = list(dict.fromkeys(map(tuple, (linear, crossed, quadratic, area))))
     if batch is not None:
-        by_batch = [
-            (one, *(tuple(e + (i == batch) for i, e in enumerate(m)) for m in ladder)) for ladder in ladders
-        ]
+        by_batch = [(one, *(tuple(e + (i == batch) for i, e in enumerate(m)) for m in ladder)) for ladder in ladders]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
         both = [tuple(dict.fromkeys([*ladder, *scaled])) for ladder, scaled in zip(ladders, by_batch, strict=True)]
         ladders = [*by_batch, *both]

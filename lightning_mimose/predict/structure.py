@@ -137,8 +137,9 @@ class Structure:
     columns: int
 
     def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What predictions are judged by: the activation peak with everything kept, with every region recomputed,
-        and what each region frees.
+        """What predictions are judged by.
+
+        The activation peak with everything kept, the one with every region recomputed, and what each region frees.
 
         Args:
             values: Shape (observations, columns).
@@ -186,7 +187,7 @@ class Structure:
         resident: Resident,
         *,
         seconds_per_flop: float,
-        minimum_bytes: int,
+        minimum_share: float,
         left_out: frozenset[str] = frozenset(),
     ) -> Timeline:
         """Assemble the timeline of one step.
@@ -195,7 +196,7 @@ class Structure:
             values: Shape (columns,); the fitted columns for this step's size.
             resident: What is alive besides activations.
             seconds_per_flop: Rate at which this device recomputes.
-            minimum_bytes: Units that save less are left alone.
+            minimum_share: Units that save less than this share of the activation peak are left alone.
             left_out: Units that must not be recomputed.
         """
         column, entry, backward, made = self._arrays
@@ -205,6 +206,7 @@ class Structure:
         after = made if resident.zeroes_gradients else np.maximum(made, before)
         base = resident.lasting_bytes + padded[column] + padded[entry] + np.where(backward, after, before)
         times = self._times
+        minimum_bytes = max(1, int(minimum_share * (int(base.max(initial=0)) - resident.lasting_bytes)))
         calls_of: dict[str, list[int]] = {}
         for i, call in enumerate(self.calls):
             calls_of.setdefault(call.unit, []).append(i)
@@ -217,7 +219,7 @@ class Structure:
         for index, unit in enumerate(self.units):
             members = [self.calls[i] for i in calls_of[unit]]
             saved = sum(int(value[c.saved]) for c in members)
-            if unit in left_out or saved < max(1, minimum_bytes) or any(c.backward_time == NEVER for c in members):
+            if unit in left_out or saved < minimum_bytes or any(c.backward_time == NEVER for c in members):
                 continue
             row = np.zeros(len(self.positions), dtype=np.int64)
             for i in calls_of[unit]:

@@ -1,0 +1,50 @@
+"""The benchmark: `python -m bench held|used|exact|cheap|all` from the folder `examples`.
+
+Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from bench import cheap, exact, held, used
+from bench.models import WORKLOADS
+from bench.running import quiet, show
+
+QUESTIONS = ("held", "used", "exact", "cheap")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; the exit code is 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("question", choices=(*QUESTIONS, "all"))
+    parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated names of workloads")
+    parser.add_argument("--steps", type=int, default=16, help="batches per epoch")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    given = parser.parse_args(argv)
+    quiet()
+    torch.set_num_threads(2)
+    names = given.models.split(",")
+    makers = {
+        "held": lambda: held.rows(names, given.steps),
+        "used": lambda: used.rows(names, given.steps),
+        "exact": lambda: exact.rows(names),
+        "cheap": lambda: cheap.rows(),
+    }
+    broken = False
+    for question in QUESTIONS if given.question == "all" else (given.question,):
+        console = Console(stderr=True)
+        rows = list(track(makers[question](), description=question, console=console, total=None, transient=True))
+        show(question, rows, given.results / f"{question}.json", Console(width=160))
+        broken = broken or any(row.get("steps over") or row.get("bit-equal") == "NO" for row in rows)
+    return int(broken)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

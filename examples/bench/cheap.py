@@ -1,0 +1,147 @@
+"""Cheap: what planning and the callback cost in time. Ratios of interleaved medians; microseconds of single calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mimose.actions.patch import unpatch
+from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.loop import Mimose
+from lightning_mimose.units import find_units
+
+
+class Block(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stack(depth: int, width: int) -> nn.Sequential:
+    """`depth` blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A scalar."""
+    value: torch.Tensor = model(batch).pow(2).mean()
+    return value
+
+
+def interleaved(first: Callable[[], Any], second: Callable[[], Any], repeats: int = 25) -> tuple[float, float]:
+    """Median seconds of each, measured in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(repeats + 3):
+        for which in (0, 1) if repeat % 2 else (1, 0):
+            began = time.perf_counter()
+            (first, second)[which]()
+            if repeat >= 3:
+                times[which].append(time.perf_counter() - began)
+    return median(times[0]), median(times[1])
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row per bar."""
+    yield from _planning()
+    yield from _fitting()
+    yield _sheltered()
+
+
+def _row(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
+    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}
+
+
+def _planning() -> Iterator[dict[str, Any]]:
+    for depth, bar in ((50, "< 10 ms"), (500, "< 100 ms")):
+        model = stack(depth, 16)
+        with Mimose(model, budget="4GB", loss_fn=loss) as mimose:
+            for rows_ in (40, 60, 50, 80, 70):
+                mimose.step(torch.randn(rows_, 16))
+            advisor = mimose._advisor
+            size = advisor.tracker.look(torch.randn(64, 16))
+            timeline, _ = advisor.timeline(torch.randn(64, 16))
+            peak, least = timeline.peak_bytes({}), advisor.sure_bytes(timeline)
+            cold, hit = [], []
+            for share in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+                advisor.budget_bytes = int(least + share * (peak - least))
+                advisor.cache.clear()
+                began = time.perf_counter()
+                advisor.advise(size, advisor.resident, 0)
+                cold.append(time.perf_counter() - began)
+                for _ in range(20):
+                    began = time.perf_counter()
+                    advisor.advise(size, advisor.resident, 0)
+                    hit.append(time.perf_counter() - began)
+        yield _row(f"a new plan, {depth} units (median)", 1e3 * median(cold), "ms", bar)
+        yield _row(f"a new plan, {depth} units (worst)", 1e3 * max(cold), "ms", bar)
+        yield _row(f"plan lookup, {depth} units (median)", 1e6 * median(hit), "us", "< 100 us")
+
+
+def _fitting() -> Iterator[dict[str, Any]]:
+    for depth, width, tokens in ((12, 256, 1024), (48, 64, 64)):
+        plain, ours = stack(depth, width), stack(depth, width)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (plain, ours)]
+        batch = torch.randn(tokens, width)
+
+        def step(model: nn.Module = plain, optimizer: Any = optimizers[0], batch: torch.Tensor = batch) -> None:
+            value = loss(model, batch)
+            model.zero_grad(set_to_none=True)
+            value.backward()
+            optimizer.step()
+
+        with Mimose(ours, budget="8GB", optimizer=optimizers[1], loss_fn=loss) as mimose:
+            for extra in (0, 0, 0, 0, 0, 0, 0):
+                mimose.step(torch.randn(tokens + extra, width))
+            while mimose.records[-1].measured_peak_bytes is not None:
+                mimose.step(batch)
+            without, with_ = interleaved(step, partial(mimose.step, batch))
+        yield _row(
+            f"a step that fits, {depth} units, {1e3 * without:.1f} ms: added",
+            1e6 * (with_ - without),
+            "us",
+            f"< {max(100.0, 1e4 * without):.0f} us",
+        )
+
+
+def _sheltered() -> dict[str, Any]:
+    depth, width, tokens = 12, 256, 1024
+    ours, hand = stack(depth, width), stack(depth, width)
+    batch = torch.randn(tokens, width)
+    session = Session()
+    units = [unit for unit in find_units(ours) if unit.shelter]
+    for unit in units:
+        patch_unit(unit, session)
+
+    def sheltered() -> None:
+        session.arm({unit.name: "recompute" for unit in units}, None)
+        loss(ours, batch).backward()
+        session.disarm()
+        ours.zero_grad()
+
+    def by_hand() -> None:
+        x = batch
+        for block in hand:
+            x = checkpoint(block, x, use_reentrant=False)
+        x.pow(2).mean().backward()
+        hand.zero_grad()
+
+    first, second = interleaved(by_hand, sheltered)
+    for unit in units:
+        unpatch(unit.module)
+    return _row("a sheltered step, meter off / checkpointed by hand", second / first, "x", "<= 1.05x")

@@ -1,0 +1,42 @@
+"""Counts floating-point operations while it is entered, by torch's own registry of formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class FlopTally(TorchDispatchMode):
+    """Adds up the operations of everything that is dispatched.
+
+    Attributes:
+        total: Operations so far.
+    """
+
+    _current: FlopTally | None = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def active(cls) -> FlopTally | None:
+        """The tally that is entered now, if any."""
+        return cls._current
+
+    def __enter__(self) -> Any:
+        FlopTally._current = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        FlopTally._current = None
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out

@@ -1,0 +1,94 @@
+"""A recorded step: its calls, its marks, and the curve between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_mimose.measure.meter import Interval
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one unit in a measured step. Numbers only, and weak references while the step runs.
+
+    Attributes:
+        unit: Name of the unit.
+        occurrence: How many times the unit was called before in this step.
+        parent: The enclosing call.
+        action: What the unit did.
+        inputs: Storage id -> bytes of the tensors it was given.
+        saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
+        outputs: Storage ids of what it returned while everything was kept, in order.
+        returned: Storage ids of what it returned in forward, in order.
+        output_held: Whether somebody else holds what it returned when the backward pass begins.
+        marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
+        flops: Floating-point operations of its recomputation, up to the last tensor saved.
+        seconds: Duration of its recomputation.
+    """
+
+    unit: str
+    occurrence: int
+    parent: Call | None
+    action: str
+    inputs: dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    output_held: bool = False
+    marks: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Identifies the call across steps."""
+        return self.unit if self.occurrence == 0 else f"{self.unit}#{self.occurrence}"
+
+    def within(self, other: Call) -> bool:
+        """Whether this call is `other` or nested in it."""
+        call: Call | None = self
+        while call is not None:
+            if call is other:
+                return True
+            call = call.parent
+        return False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark on the curve: whose (a call's key, or "step"), which, and the gradients alive at that moment."""
+
+    owner: str
+    name: str
+    old_gradient_bytes: int
+    new_gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A measured step: its calls, its marks, and the interval that each mark opens.
+
+    Attributes:
+        calls: Every unit call, in forward order.
+        marks: Every mark, in order of time.
+        intervals: As many as `marks`.
+        saved_between: Storage ids that operations outside every region saved for backward.
+        reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
+    """
+
+    calls: tuple[Call, ...]
+    marks: tuple[Mark, ...]
+    intervals: tuple[Interval, ...]
+    saved_between: frozenset[int] = frozenset()
+    reserved_peak_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest bytes above what is resident besides gradients."""
+        return max(
+            (
+                mark.old_gradient_bytes + interval.peak_bytes
+                for mark, interval in zip(self.marks, self.intervals, strict=True)
+            ),
+            default=0,
+        )

@@ -1,0 +1,223 @@
+"""Meters: exact against known allocations, against each other, and silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.profiler import profile
+
+from lightning_mimose.measure.meter import (
+    AcceleratorMeter,
+    DispatchMeter,
+    Interval,
+    Meter,
+    ProfilerMeter,
+    has_memory_counters,
+    make_meter,
+)
+
+CPU = torch.device("cpu")
+KIB = 1024
+METERS = pytest.mark.parametrize("make", [ProfilerMeter, DispatchMeter])
+
+
+def block(kibibytes: int) -> torch.Tensor:
+    """A tensor of so many KiB."""
+    return torch.empty(kibibytes * KIB, dtype=torch.uint8)
+
+
+def conv_step(channels: int = 8, side: int = 24) -> Callable[[], None]:
+    """A forward and backward with convolutions, whose kernels need scratch memory."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels, 3)
+    )
+    image = torch.randn(4, 3, side, side)
+
+    def step() -> None:
+        for parameter in net.parameters():
+            parameter.grad = None
+        net(image).pow(2).mean().backward()
+
+    return step
+
+
+def peak(meter: Meter, step: Callable[[], object]) -> int:
+    """The peak of a step by a meter."""
+    meter.start()
+    try:
+        step()
+    finally:
+        intervals = meter.stop()
+    return max(interval.peak_bytes for interval in intervals)
+
+
+@METERS
+def test_a_known_sequence_of_allocations_is_measured_to_the_byte(make: Callable[[], Meter]) -> None:
+    """Every mark opens an interval with the level at that moment and the peak until the next."""
+    meter = make()
+    meter.start()
+    a = block(10)
+    meter.mark()
+    b = block(30)
+    del b
+    meter.mark()
+    del a
+    c = block(5)
+    meter.mark()
+    del c
+    intervals = meter.stop()
+    assert intervals == [
+        Interval(0, 10 * KIB),
+        Interval(10 * KIB, 40 * KIB),
+        Interval(10 * KIB, 10 * KIB),
+        Interval(5 * KIB, 5 * KIB),
+    ]
+
+
+@METERS
+def test_views_and_in_place_results_are_not_counted_again(make: Callable[[], Meter]) -> None:
+    """A storage counts once, however many tensors look at it."""
+    meter = make()
+    meter.start()
+    a = torch.zeros(4 * KIB)
+    b = a.view(4, KIB)[1:].t()
+    b.neg_()
+    assert meter.stop() == [Interval(0, 16 * KIB)]
+
+
+def test_the_profiler_meter_does_not_lower_the_curve_for_old_memory() -> None:
+    """Freeing what was allocated before the start leaves the curve at what was allocated since."""
+    old = block(100)
+    meter = ProfilerMeter()
+    meter.start()
+    a = block(10)
+    del old
+    meter.mark()
+    b = block(1)
+    del a, b
+    assert meter.stop() == [Interval(0, 10 * KIB), Interval(10 * KIB, 11 * KIB)]
+    assert not meter.sees_old_frees
+
+
+def test_both_meters_agree_on_a_convolutional_net() -> None:
+    """The dispatch meter learns what kernels use besides their results, so it equals the profiler to the byte."""
+    step = conv_step()
+    step()
+    assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
+
+
+def test_both_meters_agree_on_a_new_size() -> None:
+    """The scratch memory of a shape that was not met before is measured when it is met."""
+    peak(DispatchMeter(), conv_step(side=12))
+    step = conv_step(channels=12, side=20)
+    step()
+    assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
+
+
+def test_the_dispatch_meter_changes_no_result() -> None:
+    """Running operators once more to learn their scratch draws no random number and writes no buffer."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    image = torch.randn(2, 3, 9, 9)
+    states = []
+    for meter in (None, DispatchMeter()):
+        torch.manual_seed(0)
+        net[1].reset_running_stats()
+        if meter is not None:
+            meter.start()
+        out = net(image).sum()
+        if meter is not None:
+            meter.stop()
+        states.append((out.detach().clone(), net[1].running_mean.clone(), net[1].num_batches_tracked.clone()))
+    assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+
+
+def allocations(session: profile) -> list[int]:
+    """The sizes of the allocations that a profiler session saw, in order.
+
+    Without those of a few bytes: under any dispatch mode Python numbers become tensors.
+    """
+    found, stack = [], list(session.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return [size for _, size in sorted(found) if size > 16]
+
+
+def test_a_profiler_of_the_users_own_is_not_disturbed() -> None:
+    """While one runs the dispatch meter is chosen, and the user's memory events are those of an unmetered step."""
+    step = conv_step()
+    peak(DispatchMeter(), step)
+    seen = []
+    for metered in (False, True):
+        with profile(use_kineto=True, profile_memory=True) as session:
+            assert isinstance(make_meter(CPU), DispatchMeter)
+            if metered:
+                peak(DispatchMeter(), step)
+            else:
+                step()
+        seen.append(allocations(session))
+    assert seen[0] == seen[1]
+
+
+def test_a_first_meeting_of_operators_under_a_users_profiler_is_not_seen_by_it() -> None:
+    """The run that measures an operator's scratch happens out of the user's profiler's sight."""
+    step = conv_step(channels=10, side=18)
+    with profile(use_kineto=True, profile_memory=True) as session:
+        metered = peak(DispatchMeter(), step)
+    with profile(use_kineto=True, profile_memory=True) as plain:
+        step()
+    assert allocations(session) == allocations(plain)
+    assert metered == peak(ProfilerMeter(), step)
+
+
+def test_the_profiler_meter_is_chosen_on_cpu() -> None:
+    """Where no profiler runs the exact meter is used, and CPU always has memory counters."""
+    assert isinstance(make_meter(CPU), ProfilerMeter)
+    assert has_memory_counters(CPU)
+
+
+def test_our_profiler_sessions_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither Kineto nor c10 writes a line, even if memory from before the session is freed in it."""
+    old = [block(10) for _ in range(3)]
+    for _ in range(2):
+        meter = ProfilerMeter()
+        meter.start()
+        old.pop()
+        meter.mark()
+        meter.stop()
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_a_meter_may_be_stopped_after_an_exception() -> None:
+    """A session that was interrupted leaves no profiler running, and another one may follow."""
+    meter = ProfilerMeter()
+    meter.start()
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        meter.stop()
+    assert not torch.autograd._profiler_enabled()
+    assert peak(ProfilerMeter(), lambda: block(3).zero_()) == 3 * KIB
+
+
+@pytest.mark.gpu
+def test_the_accelerators_counters_measure_to_their_granularity() -> None:
+    """A known sequence on the device, in blocks of the allocator's granularity."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    meter = AcceleratorMeter(device)
+    meter.start()
+    a = torch.empty(1 << 21, dtype=torch.uint8, device=device)
+    meter.mark()
+    b = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+    del a, b
+    intervals = meter.stop()
+    assert intervals == [Interval(0, 1 << 21), Interval(1 << 21, 3 << 21)]
+    assert (meter.reserved_peak_bytes or 0) >= 3 << 21

@@ -1,0 +1,237 @@
+"""What is resident: parameters, buffers, gradients, optimizer state, batch; and what an optimizer will need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mimose.measure.resident import (
+    ResidentLedger,
+    batch_bytes,
+    batch_tensors,
+    probe_optimizer,
+    storage_bytes,
+)
+from tests.helpers.meter import PeakMeter
+
+
+def test_tied_weights_and_views_count_once() -> None:
+    """Bytes of storages, not of tensors."""
+    a, b = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
+    assert storage_bytes([a, a.view(2, 5), a[3:4], b]) == 40 + 24
+
+
+def test_a_view_counts_its_whole_storage() -> None:
+    """A slice keeps all of its storage alive."""
+    assert storage_bytes([torch.zeros(100)[:1]]) == 400
+
+
+def test_sparse_tensors_count_their_indices_and_values() -> None:
+    """A sparse gradient has no storage of its own."""
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 4), (5, 4), check_invariants=True)
+    assert storage_bytes([sparse]) == 2 * 8 + 8 * 4
+
+
+@dataclass
+class Batch:
+    """A batch that pytree does not look into."""
+
+    x: torch.Tensor
+    extra: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(6),
+        {"x": torch.zeros(4), "y": [torch.zeros(2), 3, "text", None]},
+        (torch.zeros(4), (torch.zeros(1), torch.zeros(1))),
+        Batch(torch.zeros(4), {"y": torch.zeros(2)}),
+    ],
+    ids=["tensor", "dict", "tuple", "dataclass"],
+)
+def test_a_batch_of_any_structure_is_counted(batch: Any) -> None:
+    """Six floats in every structure."""
+    assert batch_bytes(batch) == 24
+    assert sum(tensor.numel() for tensor in batch_tensors(batch)) == 6
+
+
+def test_a_batch_encoding_is_counted() -> None:
+    """A tokenizer's own mapping."""
+    from transformers import BatchEncoding
+
+    assert batch_bytes(BatchEncoding({"input_ids": torch.zeros(2, 8, dtype=torch.long)})) == 128
+
+
+def test_a_slice_of_a_dataset_counts_as_its_own_part() -> None:
+    """A batch that views the whole data set is not as large as that."""
+    data = torch.zeros(1000, 4)
+    assert batch_bytes([data[:10], data[:10]]) == 160
+
+
+def test_an_expanded_tensor_counts_its_storage() -> None:
+    """No more than there is."""
+    assert batch_bytes(torch.zeros(1).expand(100)) == 4
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two matrices and their biases."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512, dtype=dtype), nn.Linear(512, 256, dtype=dtype))
+
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+EXACT: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+}
+
+
+def updated(optimizer: Optimizer) -> tuple[int, int]:
+    """(bytes of state after the first update, peak of the second one above its start)."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    with PeakMeter(nn.ParameterList(parameters), optimizer) as meter:
+        optimizer.step()
+    return storage_bytes(tensors), meter.peak_bytes - meter.resident_bytes
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_probe_foresees_an_optimizers_state(name: str) -> None:
+    """Within 1 % of what the real parameters then get; the probe never says less than 1 % too little."""
+    optimizer = EXACT[name](net().parameters())
+    cost = probe_optimizer(optimizer)
+    state, _ = updated(optimizer)
+    assert cost.state_bytes == pytest.approx(state, rel=0.01, abs=64)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw-foreach"])
+def test_the_probe_foresees_the_temporaries_of_an_update(name: str) -> None:
+    """What lives only inside `step`, where the largest parameter does not dominate."""
+    optimizer = EXACT[name](nn.ParameterList([nn.Parameter(torch.zeros(128, 128)) for _ in range(3)]).parameters())
+    cost = probe_optimizer(optimizer)
+    _, transient = updated(optimizer)
+    assert cost.transient_bytes == pytest.approx(transient, rel=0.02, abs=1024)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_probe_does_not_promise_too_little(name: str) -> None:
+    """State and temporaries of the first update stay below what was reserved for it."""
+    model = net()
+    optimizer = EXACT[name](model.parameters())
+    cost = probe_optimizer(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with PeakMeter(model, optimizer) as meter:
+        optimizer.step()
+    needed = meter.peak_bytes - meter.resident_bytes
+    assert needed <= 1.01 * (cost.state_bytes + cost.transient_bytes) + 1024
+
+
+def test_state_in_another_precision_is_measured() -> None:
+    """bf16 parameters have bf16 moments."""
+    optimizer = torch.optim.AdamW(net(torch.bfloat16).parameters())
+    state, _ = updated(torch.optim.AdamW(net(torch.bfloat16).parameters()))
+    assert probe_optimizer(optimizer).state_bytes == pytest.approx(state, rel=0.01, abs=64)
+
+
+def test_existing_state_is_not_reserved_again() -> None:
+    """After the first update nothing is to come."""
+    optimizer = torch.optim.AdamW(net().parameters())
+    updated(optimizer)
+    assert probe_optimizer(optimizer).state_bytes == 0
+
+
+def test_frozen_parameters_get_no_state() -> None:
+    """Only what takes gradients."""
+    model = net()
+    everything = probe_optimizer(torch.optim.AdamW(model.parameters())).state_bytes
+    model[0].requires_grad_(False)
+    half = probe_optimizer(torch.optim.AdamW(model.parameters())).state_bytes
+    assert half == pytest.approx(everything / 2, rel=0.01)
+
+
+def test_an_optimizer_that_cannot_be_copied_counts_as_adam() -> None:
+    """Two values per parameter."""
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("needs a closure")
+
+    model = net()
+    assert probe_optimizer(Odd(model.parameters(), lr=0.1)).state_bytes == 2 * storage_bytes(model.parameters())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_probe_leaves_no_trace(name: str) -> None:
+    """Optimizer, parameters, gradients, random state and the global hooks of a step are as before."""
+    model = net()
+    optimizer = EXACT[name](model.parameters())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    weights = [p.detach().clone() for p in model.parameters()]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    random = torch.get_rng_state()
+    probe_optimizer(optimizer)
+    assert len(optimizer.state) == 0
+    assert calls == []
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == groups
+    assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_scheduler_that_wrapped_the_optimizer_is_not_confused() -> None:
+    """A learning rate scheduler replaces `step` and counts its calls; the probe is none of them."""
+    import warnings
+
+    optimizer = torch.optim.AdamW(net().parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    probe_optimizer(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updated(optimizer)
+        schedule.step()
+    assert caught == []
+
+
+def test_the_ledger_counts_parameters_buffers_state_and_gradients() -> None:
+    """Tied weights once; state as soon as it is there."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    ledger = ResidentLedger(model, bucket_bytes=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ledger.watch([optimizer])
+    parameters, buffers = (64 + 16) * 4, 16 * 4 + 8
+    assert ledger.lasting_bytes() == parameters + buffers + 100
+    assert ledger.gradient_bytes() == 0
+    assert ledger.gradient_capacity_bytes == parameters
+    model(torch.randn(4, 8)).sum().backward()
+    assert ledger.gradient_bytes() == parameters
+    optimizer.step()
+    assert ledger.state_bytes() == parameters
+    assert ledger.lasting_bytes() == 2 * parameters + buffers + 100
+
+
+def test_refresh_notices_changed_parameters() -> None:
+    """After a conversion to another precision the ledger is asked to count again."""
+    model = nn.Linear(8, 8, bias=False)
+    ledger = ResidentLedger(model)
+    model.bfloat16()
+    ledger.refresh()
+    assert ledger.lasting_bytes() == 128
