@@ -28,6 +28,8 @@ RESERVE_SHARE = 0.002
 """Share of the budget kept free of plans: small allocations that no column describes (logged scalars, hooks)."""
 MINIMUM_UNIT_SHARE = 1e-4
 """Units that save less than this share of the activation peak are left alone."""
+MISSED_SHARE = 0.008
+"""A planned step that misses its prediction by more says that the fit is not what it seemed."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -78,6 +80,10 @@ class Advisor:
         self.left_out: set[str] = set()
         self.resident = Resident(0, 0, True, 0)
         self._surplus_bytes = 0
+        self._inputs_die: bool | None = None
+        self._largest_allocated_bytes = 0
+        self._fragmentation_bytes = 0
+        self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actual_peaks: dict[Any, int] = {}
 
@@ -107,12 +113,13 @@ class Advisor:
                 return Advice(self._beyond_shelter(self._timeline(prediction, resident)), None, False)
             self._announce()
             plan, infeasible = self._plan(self._timeline(prediction, resident), prediction, key)
-        return Advice(plan, self._actual_peak(size, rounded, plan, resident), hit, infeasible)
+        peak = self._actual_peak(size, rounded, plan, resident)
+        return Advice(plan, peak, hit, infeasible)
 
     def _announce(self) -> None:
         if not self._announced:
             self._announced = True
-            log.info("mimose: %d sizes measured, planning begins", len(self.estimator))
+            self.announce(f"mimose: {len(self.estimator)} sizes measured, planning begins")
 
     def _plan(self, timeline: Timeline, prediction: Prediction, key: Any) -> tuple[Plan, bool]:
         budget, cache = self.budget_bytes, self.cache
@@ -156,15 +163,17 @@ class Advisor:
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
-        return int(RESERVE_SHARE * budget_bytes + 1.5 * prediction.error * peak) + self._surplus_bytes
+        free = int(RESERVE_SHARE * budget_bytes + 1.5 * prediction.error * peak)
+        return free + self._surplus_bytes + self._fragmentation_bytes
 
-    def _timeline(self, prediction: Prediction, resident: Resident) -> Timeline:
+    def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:
         return prediction.structure.timeline(
             prediction.values,
             resident,
             seconds_per_flop=self.estimator.seconds_per_flop(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
+            inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),
         )
 
     def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
@@ -190,14 +199,48 @@ class Advisor:
         self.cache.clear()
         self._actual_peaks.clear()
 
-    def verify(self, predicted_peak_bytes: int, measured_peak_bytes: int) -> None:
-        """Compare a planned step with its prediction; what was missing is kept free from now on."""
-        missed = measured_peak_bytes - predicted_peak_bytes
+    def verify(
+        self, size: BatchSize, resident: Resident, plan: Plan, predicted_bytes: int, measured_bytes: int
+    ) -> None:
+        """Compare a planned step with its prediction; what was missing is kept free from now on.
+
+        Args:
+            size: The batch's size.
+            resident: What was resident, the batch included.
+            plan: The plan that was in force.
+            predicted_bytes: Its predicted peak.
+            measured_bytes: The peak that was measured.
+        """
+        missed = measured_bytes - predicted_bytes
         if missed > 0:
             self._surplus_bytes = max(missed, self._surplus_bytes)
-            self.cache.clear()
         else:
             self._surplus_bytes = int(self._surplus_bytes * 0.9)
+        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes:
+            return
+        self.cache.clear()
+        self._actual_peaks.clear()
+        prediction = self.estimator.predict(dict(size.dims))
+        if self._inputs_die:
+            self._inputs_die = False  # and for good: something holds inputs that looked free
+        elif self._inputs_die is None and prediction is not None and missed < 0:
+            dying = self._timeline(prediction, resident, inputs_die=True).peak_bytes(dict(plan))
+            if abs(dying - measured_bytes) <= MISSED_SHARE / 4 * measured_bytes:
+                self._inputs_die = True
+                return
+        if abs(missed) > MISSED_SHARE * measured_bytes:
+            self.estimator.distrust()
+
+    def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
+        """Learn what the allocator reserves beyond what is allocated; plans leave it free.
+
+        What it reserved for an earlier, larger step is no fragmentation, so the largest step counts.
+        """
+        self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
+        gap = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
+        if gap > 1.05 * self._fragmentation_bytes:
+            self.cache.clear()
+        self._fragmentation_bytes = gap
 
     # --- asking -----------------------------------------------------------------------------------------------
 
@@ -266,6 +309,7 @@ class Advisor:
             "tracker": self.tracker.state_dict(),
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self._surplus_bytes,
+            "inputs_die": self._inputs_die,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -275,6 +319,7 @@ class Advisor:
         self.tracker.load_state_dict(state["tracker"])
         self.estimator.load_state_dict(state["estimator"])
         self._surplus_bytes = int(state["surplus_bytes"])
+        self._inputs_die = state["inputs_die"]
         return True
 
 

@@ -23,6 +23,7 @@ from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
+from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.observe import observe
@@ -34,8 +35,8 @@ from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, find_units
 
-VERIFIED_STEPS = 2
-"""Planned steps that are measured where measuring costs time, before every `MEASURE_EVERY`th."""
+VERIFIED_STEPS = 3
+"""Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
 
 
@@ -76,6 +77,7 @@ class Engine:
         on_infeasible: What to do when no plan fits.
         device: Where the step runs; None asks the model's parameters.
         bucket_bytes: What a distributed wrapper keeps resident besides.
+        precision: Names what the steps run in; what was learnt in another precision is not used.
 
     Raises:
         BudgetError: The budget cannot be understood, or exceeds the device.
@@ -94,6 +96,7 @@ class Engine:
         on_infeasible: Literal["raise", "warn"] = "raise",
         device: torch.device | None = None,
         bucket_bytes: int = 0,
+        precision: str = "",
     ) -> None:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -105,13 +108,19 @@ class Engine:
         spec: Budget = parse_budget(budget)
         budget_bytes = spec.resolve(self.memory, held_bytes=self._held_bytes())
         self.advisor = Advisor(
-            budget_bytes, size_fn=size_fn, planner=planner, fingerprint=_fingerprint(model, self.device)
+            budget_bytes,
+            size_fn=size_fn,
+            planner=planner,
+            fingerprint=_fingerprint(model, self.device, precision, self.units),
         )
         self.session = Session()
         self._caches = CacheSwitch()
+        self._cap = ReservedCap(self.device, budget_bytes)
         self._update_cost = OptimizerCost(0, 0)
+        self._state_at_watch = 0
         self._step: _Step | None = None
         self._planned = 0
+        self._verified = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -147,6 +156,7 @@ class Engine:
                 stacklevel=3,
             )
         self._caches.off(self.model)
+        self._cap.apply()
         for unit in usable:
             patch_unit(unit, self.session)
         self.advisor.left_out = left_out
@@ -158,6 +168,7 @@ class Engine:
         for unit in self.units:
             unpatch(unit.module)
         self._caches.restore()
+        self._cap.restore()
         self.advisor.scheduler.close()
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
@@ -167,6 +178,7 @@ class Engine:
             BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
         """
         self.ledger.watch(optimizers)
+        self._state_at_watch = self.ledger.state_bytes()
         costs = [probe_optimizer(optimizer) for optimizer in optimizers]
         self._update_cost = OptimizerCost(
             sum(cost.state_bytes for cost in costs), max((cost.transient_bytes for cost in costs), default=0)
@@ -184,7 +196,7 @@ class Engine:
             )
 
     def _update_bytes(self, lasting_bytes: int) -> int:
-        pending = 0 if self.ledger.state_bytes() else self._update_cost.state_bytes
+        pending = self._update_cost.state_bytes if self.ledger.state_bytes() == self._state_at_watch else 0
         return lasting_bytes + self.ledger.gradient_capacity_bytes + pending + self._update_cost.transient_bytes
 
     # --- one step ---------------------------------------------------------------------------------------------
@@ -212,7 +224,7 @@ class Engine:
             self._infeasible_by_prediction(size, resident)
         actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
         self._step = step = _Step(size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began)
-        if step.sheltered or self._measures_planned_step():
+        if step.sheltered or self._measures_planned_step(advice):
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
             known = resident_tensors(self.model, batch) if step.sheltered else ()
             step.recorder = StepRecorder(self.device, known, step.gradients)
@@ -229,8 +241,10 @@ class Engine:
             step.measuring = True
             step.recorder.start()
 
-    def _measures_planned_step(self) -> bool:
-        return self.device.type != "cpu" or self._planned < VERIFIED_STEPS or self._planned % MEASURE_EVERY == 0
+    def _measures_planned_step(self, advice: Advice) -> bool:
+        if self.device.type != "cpu" or self._planned % MEASURE_EVERY == 0:
+            return True
+        return self._verified < VERIFIED_STEPS
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins."""
@@ -311,11 +325,14 @@ class Engine:
             return
         step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
+        self.session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
         step.gradients.close()
         peak = self._take_peak(step, trace)
         if not step.sheltered:
-            if step.advice.predicted_peak_bytes is not None:
-                self.advisor.verify(step.advice.predicted_peak_bytes, peak)
+            plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
+            if plan is not None and predicted is not None:
+                self.advisor.verify(step.size, step.resident, plan, predicted, peak)
+                self._verified += 1
             return
         if any("backward" in call.marks for call in trace.calls):
             self.advisor.learn(step.size, observe(trace, step.batch_bytes))
@@ -338,6 +355,7 @@ class Engine:
         step.measured_peak_bytes = max(peak, step.measured_peak_bytes or 0)
         if trace.reserved_peak_bytes is not None:
             step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
+            self.advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)
         return peak
 
     # --- refusing ---------------------------------------------------------------------------------------------
@@ -392,10 +410,11 @@ def _related(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def _fingerprint(model: nn.Module, device: torch.device) -> str:
-    """Identifies what memory depends on: names, shapes and dtypes of the parameters, which are trained, the device."""
-    digest = hashlib.sha256()
+def _fingerprint(model: nn.Module, device: torch.device, precision: str, units: Sequence[Unit]) -> str:
+    """Identifies what memory depends on: parameters and which are trained, the units, precision and device."""
+    digest = hashlib.sha256(precision.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+    digest.update("\n".join(unit.name for unit in units).encode())
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{type(model).__qualname__}/{kind}/{digest.hexdigest()[:16]}"

@@ -15,8 +15,6 @@ from lightning_mimose.report.text import Table
 
 _STEP_OF_FORWARD = 3.0
 """Operations of a step in those of its forward: a backward takes two for each."""
-_ALL = 1
-"""A budget, in bytes, in view of which no unit is too small to be planned."""
 
 
 @dataclass(frozen=True)

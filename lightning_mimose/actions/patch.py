@@ -15,25 +15,24 @@ from typing import Any
 from torch import nn
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_ORIGINAL = "_mimose_original_forward"
 _handlers: weakref.WeakKeyDictionary[nn.Module, tuple[Handler, bool]] = weakref.WeakKeyDictionary()
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The replacement; its name makes a pickled bound method resolve to the class's own forward."""
     entry = _handlers.get(self)
-    if entry is None:
-        return type(self).forward(self, *args, **kwargs)
-    return entry[0](args, kwargs)
+    return _own_forward(self, args, kwargs) if entry is None else entry[0](args, kwargs)
 
 
 def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler]) -> None:
     """Replace a module's forward by the handler that `make_handler` builds around the original one."""
     original = module.__dict__.get("forward")
-    # A weak proxy: a handler that held the module would keep the registry's weak key alive for ever.
-    inner = original if original is not None else _ClassForward(module)
-    _handlers[module] = (make_handler(inner), original is not None)
+    if getattr(original, "__func__", None) is forward:  # a copy of a patched module
+        original = module.__dict__.get(_ORIGINAL)
     if original is not None:
-        module.__dict__["_mimose_original_forward"] = original
+        module.__dict__[_ORIGINAL] = original
+    _handlers[module] = (make_handler(_OwnForward(module)), original is not None)
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
@@ -44,7 +43,7 @@ def unpatch(module: nn.Module) -> None:
         return
     module.__dict__.pop("forward", None)
     if entry[1]:
-        module.__dict__["forward"] = module.__dict__.pop("_mimose_original_forward")
+        module.__dict__["forward"] = module.__dict__.pop(_ORIGINAL)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -52,8 +51,14 @@ def is_patched(module: nn.Module) -> bool:
     return module in _handlers
 
 
-class _ClassForward:
-    """Calls the class's forward on a module it does not keep alive."""
+def _own_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module does by itself: the forward that its instance had, or its class's."""
+    original = module.__dict__.get(_ORIGINAL)
+    return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+
+
+class _OwnForward:
+    """Calls a module's own forward. A handler that held the module would keep the registry's weak key alive for ever."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -61,4 +66,4 @@ class _ClassForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        return type(module).forward(module, *args, **kwargs)
+        return _own_forward(module, args, kwargs)

@@ -25,18 +25,19 @@ class Session:
         actions: Unit name -> action, for this step.
         recorder: Records the units' calls, in the steps that learn.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
-        foreign: Units that were called inside somebody else's checkpoint.
+        foreign: Whether units were seen inside somebody else's checkpoint.
     """
 
     armed: bool = False
     actions: Mapping[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
     inside: int = 0
-    foreign: set[str] = field(default_factory=set)
+    foreign: bool = False
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
-        """Put a plan in force until `disarm`."""
-        self.actions, self.recorder, self.inside, self.armed = actions, recorder, 0, True
+        """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
+        self.actions, self.recorder, self.inside = actions, recorder, 0
+        self.armed = bool(actions) or recorder is not None
 
     def disarm(self) -> None:
         """Let every unit run its own forward again."""
@@ -54,11 +55,12 @@ def patch_unit(unit: Unit, session: Session) -> None:
             if not session.armed or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             recorder = session.recorder
-            if session.inside or (recorder is not None and recorder.replaying):
-                return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
-            if session.actions.get(name) != "recompute" or not _can_recompute(name, session):
-                return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
-            return _recomputed(name, original, args, kwargs, state, session)
+            if not session.inside and not (recorder is not None and recorder.replaying):
+                if _out_of_reach(name, session):
+                    return original(*args, **kwargs)
+                if session.actions.get(name) == "recompute":
+                    return _recomputed(name, original, args, kwargs, state, session)
+            return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
 
         return handle
 
@@ -87,18 +89,20 @@ def _recomputed(
     return out
 
 
-def _can_recompute(name: str, session: Session) -> bool:
-    """Whether a checkpoint may be opened here and now."""
+def _out_of_reach(name: str, session: Session) -> bool:
+    """Whether a call is no business of the plan's: it is in somebody else's transform, region or recomputation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False  # torch.func refuses saved-tensor hooks
+        return True  # torch.func refuses saved-tensor hooks
+    if torch._C._current_graph_task_id() != -1:
+        return True  # a forward inside a backward pass runs a region again, which must save what it saved before
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
-        return True
-    if name not in session.foreign:
-        session.foreign.add(name)
+        return False
+    if not session.foreign:
+        session.foreign = True
         warnings.warn(
             f"Unit {name!r} is called inside a torch.utils.checkpoint region of your own, so it is recomputed "
             "whatever the plan says. Remove that checkpoint to let the budget decide.",
             stacklevel=2,
         )
-    return False
+    return True

@@ -1,54 +1,60 @@
 """State that a forward writes: found by content, put back around a recomputation.
 
 BatchNorm's running statistics change with no change of `_version`, `.data` writes bump nothing, and
-`self.buffer = ...` replaces the object: so identity and content are compared, once per unit.
+`self.buffer = ...` replaces the object: so identity and content are compared, once per unit and mode. State is
+every buffer and every tensor that is a plain attribute and needs no gradient (one that does is an activation).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-_Buffers = dict[tuple[nn.Module, str], torch.Tensor]
 Saved = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-"""(owner, buffer name, the object, a copy of its content)"""
+"""(owner, name of the buffer or attribute, the object, a copy of its content)"""
 
 
 class WrittenState:
-    """The buffers that a unit's forward writes, learnt the first time it runs under `watch`."""
+    """The tensors that a unit's forward writes, learnt the first time it runs in each mode.
+
+    A norm that was frozen in eval mode writes nothing, until somebody switches it to training. The module is not
+    kept alive.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._written: list[tuple[nn.Module, str]] | None = None
+        self._modules = [weakref.ref(inner) for inner in module.modules()]
+        self._mode: tuple[bool, ...] = ()
+        self._written: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
 
     def before_forward(self) -> Saved:
-        """Copy what the forward may write (all buffers until it is known which it does)."""
-        if self._written is not None:
-            return [_copy(owner, name) for owner, name in self._written if owner._buffers.get(name) is not None]
+        """Copy what the forward may write (all there is until it is known which it does)."""
+        inside = [module for ref in self._modules if (module := ref()) is not None]
+        self._mode = tuple([module.training for module in inside])
+        known = self._written.get(self._mode)
+        if known is None:
+            found = ((owner, name) for owner in inside for name in [*owner._buffers, *vars(owner)])
+        else:
+            found = ((owner, name) for ref, name in known if (owner := ref()) is not None)
         return [
-            _copy(owner, name)
-            for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
+            (owner, name, tensor, tensor.detach().clone())
+            for owner, name in found
+            if (tensor := _look(owner, name)) is not None
         ]
 
     def after_forward(self, before: Saved) -> Saved:
-        """Learn which buffers were written; returns their copies from before the forward.
+        """Learn which tensors were written; returns their copies from before the forward.
 
-        If one buffer of the unit is written, all that were seen written stay watched from then on.
+        If one tensor of the unit is written, all that were seen written stay watched from then on.
         """
-        changed = [
-            entry
-            for entry in before
-            if entry[0]._buffers.get(entry[1]) is not entry[2] or not _same(entry[2], entry[3])
-        ]
-        if self._written is None:
-            self._written = [(owner, name) for owner, name, _, _ in changed]
-            return changed
-        return before
+        if self._mode in self._written:
+            return before
+        changed = [entry for entry in before if _look(entry[0], entry[1]) is not entry[2] or not _same(*entry[2:])]
+        self._written[self._mode] = [(weakref.ref(owner), name) for owner, name, _, _ in changed]
+        return changed
 
     @contextmanager
     def restored(self, before: Saved) -> Iterator[None]:
@@ -56,7 +62,11 @@ class WrittenState:
         if not before:
             yield
             return
-        now = [_copy(owner, name) for owner, name, _, _ in before]
+        now = [
+            (owner, name, tensor, tensor.detach().clone())
+            for owner, name, _, _ in before
+            if (tensor := _look(owner, name)) is not None
+        ]
         _put_back(before)
         try:
             yield
@@ -64,19 +74,22 @@ class WrittenState:
             _put_back(now)
 
 
-def _copy(owner: nn.Module, name: str) -> tuple[nn.Module, str, torch.Tensor, torch.Tensor]:
-    buffer = owner._buffers[name]
-    assert buffer is not None
-    return owner, name, buffer, buffer.detach().clone()
+def _look(owner: nn.Module, name: str) -> torch.Tensor | None:
+    """The buffer or plain attribute of a name, if it is a tensor that holds state."""
+    value = owner._buffers[name] if name in owner._buffers else vars(owner).get(name)
+    return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
 
 
-def _same(buffer: torch.Tensor, copy: torch.Tensor) -> bool:
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     # NaN is unequal to itself and then counts as written, which is safe.
-    return buffer.shape == copy.shape and torch.equal(buffer.detach(), copy)
+    return tensor.shape == copy.shape and torch.equal(tensor.detach(), copy)
 
 
 def _put_back(saved: Saved) -> None:
-    for owner, name, buffer, content in saved:
-        owner._buffers[name] = buffer
-        # `.data` leaves the version counter alone: autograd may have saved this very buffer for backward.
-        buffer.data.copy_(content)
+    for owner, name, tensor, content in saved:
+        if name in owner._buffers:
+            owner._buffers[name] = tensor
+        else:
+            vars(owner)[name] = tensor
+        # `.data` leaves the version counter alone: autograd may have saved this very tensor for backward.
+        tensor.data.copy_(content)

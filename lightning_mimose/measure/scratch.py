@@ -39,7 +39,8 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
 def _repeatable(func: Any) -> bool:
     """Whether running it twice changes nothing: it draws no random numbers, writes to no argument, returns no view."""
     schema = func._schema
-    if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    # Schemas outside aten do not always say what they write: DDP's all-reduce does not, and would run twice.
+    if func.namespace != "aten" or schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return not any(value.alias_info is not None for value in schema.returns)
 

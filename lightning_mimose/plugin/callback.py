@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,15 +15,22 @@ from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan
 from lightning_mimose.plugin.evaluation import EvaluationMeter
-from lightning_mimose.plugin.support import TrainingStepHook, bucket_bytes, check_strategy, zeroes_gradients
+from lightning_mimose.plugin.support import (
+    GradientHabits,
+    TrainingStepHook,
+    bucket_bytes,
+    check_strategy,
+    precision_of,
+    tell,
+    trained_parameters,
+    warn,
+)
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, StepRecord
 from lightning_mimose.report.report import Report
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-log = logging.getLogger(__name__)
 
 
 class MimoseCallback(Callback):
@@ -93,6 +99,8 @@ class MimoseCallback(Callback):
         self.host_budget = host_budget
         self._engine: Engine | None = None
         self._hook: TrainingStepHook | None = None
+        self._habits: GradientHabits | None = None
+        self._trained = 0
         self._advisor: Advisor | None = None
         self._loaded: dict[str, Any] | None = None
         self._history = History()
@@ -153,30 +161,43 @@ class MimoseCallback(Callback):
         if stage != "fit":
             return
         others = [c for c in trainer.callbacks if isinstance(c, MimoseCallback) and c is not self]  # type: ignore[attr-defined]
-        self._idle = False
-        if others and self._from_environment:
-            self._idle = True
+        carried = getattr(trainer.strategy, "mimose_callback", None)
+        # The environment's callback gives way to any other, and a strategy that names no budget to a callback.
+        self._idle = bool(others) and (
+            self._from_environment
+            or (carried is self and self.budget == "auto" and not all(c._from_environment for c in others))
+        )
+        if self._idle:
             return
-        named = getattr(trainer.strategy, "mimose_budget", None)
-        if named is not None and trainer.strategy.mimose_callback is not self:  # type: ignore[attr-defined]
+        rivals = [c for c in others if not c._from_environment and not (c is carried and c.budget == "auto")]
+        if rivals and carried is not None:
+            named = [c.budget for c in (self, *rivals)]
             raise BudgetError(
-                f"The callback names a budget ({self.budget!r}) and so does the strategy ({named!r}). Name it once."
+                f"The callback names a budget and so does the strategy ({' and '.join(map(repr, named))}). Name it once."
             )
-        if named is None and any(not other._from_environment for other in others):
+        if rivals:
             raise BudgetError("Two MimoseCallbacks are among this Trainer's callbacks. Keep one of them.")
         check_strategy(trainer.strategy)
         device = trainer.strategy.root_device
         if not has_memory_counters(device):
             self._idle = True
-            log.warning("mimose: %s has no memory counters torch can read; training goes on without a plan.", device)
+            warn(f"mimose: {device} has no memory counters that torch can read; training goes on without a budget.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the units, reserve what the optimizer will need, and patch."""
         if self._idle:
             return
+        self._metrics = StepMetrics()
+        engine = self._open(trainer, pl_module, self.budget)
+        tell(
+            f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on "
+            f"{engine.memory.description}, {len(engine.units)} units found"
+        )
+
+    def _open(self, trainer: Trainer, pl_module: LightningModule, budget: str | int | float) -> Engine:
         engine = Engine(
             pl_module,
-            budget=self.budget,
+            budget=budget,
             units=self.units,
             size_fn=self.size_fn,
             actions=self.actions,
@@ -184,46 +205,51 @@ class MimoseCallback(Callback):
             on_infeasible=self.on_infeasible,
             device=trainer.strategy.root_device,
             bucket_bytes=bucket_bytes(trainer.strategy, pl_module),
+            precision=precision_of(trainer.strategy),
         )
+        engine.advisor.announce = tell
         self._take_over_knowledge(engine)
-        self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
         engine.watch(trainer.optimizers)
+        self._engine = engine  # from here on an exception undoes what was done
+        self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
         engine.attach()
-        self._engine = engine
         self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward)
-        log.info(
-            "mimose: budget %s bytes (%s) on %s, %d units found",
-            f"{engine.budget_bytes:,}",
-            format_bytes(engine.budget_bytes),
-            engine.memory.description,
-            len(engine.units),
-        )
+        self._habits = GradientHabits(pl_module)
+        self._trained = trained_parameters(pl_module)
+        return engine
 
     def _take_over_knowledge(self, engine: Engine) -> None:
-        state = self._loaded
-        if state is None and self._advisor is not None:
-            state = self._advisor.state_dict()
-        self._loaded = None
-        if state is not None and not engine.advisor.load_state_dict(state):
-            log.warning(
-                "mimose: what was learnt before was for another model, precision or device (%s) and is not used; the "
-                "first steps will measure again.",
-                state.get("fingerprint"),
-            )
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            if not engine.advisor.load_state_dict(loaded):
+                warn(
+                    "mimose: what the checkpoint holds was learnt with another model, precision, device or version of "
+                    "lightning-mimose and is not used; the first steps measure again."
+                )
+        elif self._advisor is not None:
+            engine.advisor.load_state_dict(self._advisor.state_dict())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan this batch."""
-        if self._engine is not None:
-            self._engine.begin_step(
-                batch,
-                batch_idx=batch_idx,
-                epoch=trainer.current_epoch,
-                zeroes_gradients=zeroes_gradients(trainer, pl_module, batch_idx),
-            )
+        if self._engine is None or self._habits is None:
+            return
+        self._engine.abort_step()  # a step that another hook skipped has no end
+        if batch_idx == 0 and trained_parameters(pl_module) != self._trained:
+            # Layers were frozen or unfrozen: what is saved, made and kept from now on is another matter.
+            budget = self._engine.budget_bytes
+            self._close()
+            self._open(trainer, pl_module, budget)
+        self._engine.begin_step(
+            batch,
+            batch_idx=batch_idx,
+            epoch=trainer.current_epoch,
+            zeroes_gradients=self._habits.zeroes(trainer, pl_module, batch_idx),
+        )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Forward is done."""
-        if self._engine is not None:
+        if self._engine is not None and self._habits is not None:
+            self._habits.look(pl_module)
             self._engine.begin_backward(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -269,10 +295,12 @@ class MimoseCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the model as it was."""
         self._close()
+        self._let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the model as it was."""
         self._close()
+        self._let_go()
 
     def _close(self) -> None:
         self._evaluation.end()
@@ -280,12 +308,18 @@ class MimoseCallback(Callback):
             self._hook.remove()
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._hook = None
+        self._engine = self._hook = self._habits = None
+
+    def _let_go(self) -> None:
+        """Drop the methods of the model that Lightning lends every callback for one run, which keep it alive."""
+        vars(self).pop("log", None)
+        vars(self).pop("log_dict", None)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
-        return self._advisor.state_dict() if self._advisor is not None else {}
+        return self._advisor.state_dict() if self._advisor is not None else dict(self._loaded or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until the model is known."""
-        self._loaded = state_dict or None
+        if self._engine is None:  # in mid-run a tuner restores an older state than is known here
+            self._loaded = state_dict or None

@@ -16,8 +16,12 @@ def callbacks() -> list[MimoseCallback]:
     budget = os.environ.get(VARIABLE)
     if not budget:
         return []
+    from lightning_mimose.errors import BudgetError
     from lightning_mimose.plugin.callback import MimoseCallback
 
-    callback = MimoseCallback(budget=budget)
+    try:
+        callback = MimoseCallback(budget=budget)
+    except BudgetError as error:
+        raise BudgetError(f"In the environment variable {VARIABLE}: {error}") from None
     callback._from_environment = True
     return [callback]

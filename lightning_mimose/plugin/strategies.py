@@ -86,12 +86,15 @@ class MimoseSingleDeviceStrategy(MimoseStrategyMixin, SingleDeviceStrategy):
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self._choose_device = device is None
 
-    def connect(self, model: Any) -> None:
-        """Take the accelerator's first device if none was named; the Trainer's accelerator is known by now."""
-        super().connect(model)
-        kind = getattr(self.accelerator, "name", lambda: "cpu")()
-        if self._choose_device and kind != "cpu":
-            self._root_device = torch.device(kind, 0)
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """None before the Trainer has chosen: Lightning hands its choice to any strategy with this attribute."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if self._choose_device and devices:
+            self._root_device = torch.device(devices[0])
 
 
 class MimoseDDPStrategy(MimoseStrategyMixin, DDPStrategy):

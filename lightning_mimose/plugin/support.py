@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_mimose.errors import UnsupportedError
@@ -18,6 +19,20 @@ _REFUSED = {
     "XLAFSDPStrategy": "XLA traces the whole step",
     "SingleDeviceXLAStrategy": "XLA traces the whole step",
 }
+
+
+def tell(line: str) -> None:
+    """Show a line to the user: through Lightning's own logger, on rank 0.
+
+    Lightning gives its loggers a handler where the script configured none, so the line is seen by default, and goes
+    wherever the script sends Lightning's other lines.
+    """
+    rank_zero_info(line)
+
+
+def warn(text: str) -> None:
+    """Warn the user, on rank 0."""
+    rank_zero_warn(text)
 
 
 def check_strategy(strategy: Any) -> None:
@@ -49,6 +64,7 @@ class TrainingStepHook:
 
     def __init__(self, strategy: Any, before: Callable[[], None]) -> None:
         self._strategy = strategy
+        self._own = vars(strategy).get("training_step")
         original = strategy.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -60,18 +76,58 @@ class TrainingStepHook:
     def remove(self) -> None:
         """Give the strategy its own method back."""
         vars(self._strategy).pop("training_step", None)
+        if self._own is not None:
+            self._strategy.training_step = self._own
 
 
 def bucket_bytes(strategy: Any, model: nn.Module) -> int:
-    """Bytes of DDP's gradient buckets, which stay resident beside the gradients unless these are views of them."""
+    """Bytes of DDP's gradient buckets, which stay resident whether gradients exist or not.
+
+    With `gradient_as_bucket_view=True` the gradients lie inside them, and are counted a second time: only when the
+    first backward has run do they move there, so nothing less would be safe.
+    """
     wrapped = getattr(strategy, "model", None)
-    if not hasattr(wrapped, "reducer") or getattr(wrapped, "gradient_as_bucket_view", False):
+    if not hasattr(wrapped, "reducer"):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def zeroes_gradients(trainer: Any, module: Any, batch_idx: int) -> bool:
-    """Whether the loop sets gradients to None between this batch's forward and backward."""
-    if not module.automatic_optimization:
-        return False
-    return batch_idx % max(1, int(trainer.accumulate_grad_batches)) == 0
+def precision_of(strategy: Any) -> str:
+    """Names the precision that the steps run in: what was measured in one says nothing about another."""
+    plugin = strategy.precision_plugin
+    return f"{type(plugin).__name__} {getattr(plugin, 'precision', '')}"
+
+
+class GradientHabits:
+    """Whether the loop frees last step's gradients between a batch's forward and backward.
+
+    Lightning sets them to None on the first batch of every accumulation, in automatic optimization. A module that
+    overrides `optimizer_zero_grad` may keep them (as zeros), which is seen at the first backward that should have
+    found none; until then they are taken to stay, which is never less than there is.
+    """
+
+    def __init__(self, module: Any) -> None:
+        # By name, not by class: `pytorch_lightning`'s LightningModule is another one.
+        owner = next(kind for kind in type(module).__mro__ if "optimizer_zero_grad" in vars(kind))
+        self._frees: bool | None = None if owner.__name__ != "LightningModule" else True
+        self._watching = False
+
+    def zeroes(self, trainer: Any, module: Any, batch_idx: int) -> bool:
+        """Whether gradients are freed in this batch. Called before its forward."""
+        due = module.automatic_optimization and batch_idx % max(1, int(trainer.accumulate_grad_batches)) == 0
+        self._watching = due and self._frees is None and _has_gradients(module)
+        return due and self._frees is True
+
+    def look(self, module: nn.Module) -> None:
+        """See what zeroing left. Called before the backward."""
+        if self._watching:
+            self._watching, self._frees = False, not _has_gradients(module)
+
+
+def _has_gradients(module: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in module.parameters())
+
+
+def trained_parameters(module: nn.Module) -> int:
+    """Identifies which parameters are trained: callbacks that freeze and unfreeze layers change it in mid-run."""
+    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.features import Basis, bases
 from lightning_mimose.predict.structure import CallShape, LooseShape, Position, Structure
 
-GOOD_ERROR = 0.002
+GOOD_ERROR = 0.005
 """Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
 USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
+EXACT_ERROR = 1e-4
+"""An error of this share is rounding: the basis is the right one."""
 MAX_OBSERVATIONS = 48
 
 
@@ -59,10 +61,11 @@ class Estimator:
         patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
     """
 
-    def __init__(self, patience: int = 4) -> None:
+    def __init__(self, patience: int = 5) -> None:
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
         self._patience = patience
+        self._enough = 0
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
         self._latest: Structure | None = None
@@ -89,6 +92,10 @@ class Estimator:
             known.pop(next(k for k in known if k not in extremes))
         self._latest = structure
         self._fits.clear()
+
+    def distrust(self) -> None:
+        """A prediction was wrong: the fit looked better than it was. Ask for two more sizes."""
+        self._enough = len(self) + 2
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
@@ -141,6 +148,8 @@ class Estimator:
         return self._fits[slot]
 
     def _trusted(self, fit: _Fit, dims: Mapping[str, int]) -> bool:
+        if len(self) < self._enough:
+            return False
         if fit.error <= GOOD_ERROR:
             reach = 4.0
         elif fit.error <= USABLE_ERROR and fit.sizes >= self._patience * max(1, len(fit.basis.dims)):
@@ -203,7 +212,7 @@ def _best_fit(
         error = _left_out_error(design, values, structure, resident_bytes)
         if error < best[0]:
             best = (error, basis)
-        if error <= GOOD_ERROR / 4:
+        if error <= EXACT_ERROR:
             break
     error, basis = best
     design = np.array([basis.features(size) for size in sizes])
@@ -222,22 +231,30 @@ def _left_out_error(
     design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> float:
     """Largest error when each size is predicted from the others, as a share of its peak."""
-    count, features = design.shape
-    if count <= features:
+    # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
+    # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+    distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    features = design.shape[1]
+    if len(distinct) < features + 2 or np.linalg.matrix_rank(distinct) < features:
         return float("inf")
-    predicted = np.empty_like(values)
-    for left_out in range(count):
-        rest = np.arange(count) != left_out
-        if np.linalg.matrix_rank(design[rest]) < features:
-            return float("inf")
-        coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
-        predicted[left_out] = design[left_out] @ coefficients
-    truth = structure.summary(values)
-    missed = np.abs(structure.summary(predicted) - truth)
+    checked, predicted = [], []
+    for left_out in range(len(distinct)):
+        rest, held = group != left_out, np.flatnonzero(group == left_out)
+        if np.linalg.matrix_rank(design[rest]) == features:
+            coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+            checked.extend(held.tolist())
+            predicted.extend(design[held] @ coefficients)
+    if len(set(group[checked])) < 2:
+        return float("inf")
+    truth = structure.summary(values[checked])
+    missed = np.abs(structure.summary(np.array(predicted)) - truth)
     errors = np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / (
         truth[:, :1] + resident_bytes
     )
-    return float(errors.max())
+    error = float(errors.max())
+    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
+    return error if len(checked) == len(design) or error < EXACT_ERROR else float("inf")
 
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

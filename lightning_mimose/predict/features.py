@@ -14,39 +14,50 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
+_LEVELS = (2, 3, 4)
+_FINEST = (4, 2, 16, 24, 28, 32, 48, 56)
+"""Pyramids of images halve their sides level by level and round up, or pad to whole windows: side multiples of the
+finest level (a stride, or patch times window) and of its doubles describe them."""
+
 Monomial = tuple[int, ...]
 """Exponent of each varying dimension."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """A set of monomials over some dimensions.
+    """A set of monomials over some dimensions, each of which may see the dimensions rounded up.
 
     Attributes:
         dims: Names of the dimensions that vary, one of each group that always was equal.
         monomials: Exponents, one tuple per feature; the constant comes first.
+        granules: For each feature the multiple that the dimensions (all but the batch) are rounded up to.
         scales: Largest value of each dimension, so that features stay near one.
     """
 
     dims: tuple[str, ...]
     monomials: tuple[Monomial, ...]
+    granules: tuple[int, ...]
     scales: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_exponents", np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1)
-        )
+        exponents = np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1)
+        granules = np.array(self.granules, dtype=np.float64).reshape(-1, 1).repeat(len(self.dims), axis=1)
+        granules[:, [i for i, name in enumerate(self.dims) if name == "batch"]] = 1.0
+        object.__setattr__(self, "_exponents", exponents)
+        object.__setattr__(self, "_granules", granules)
         object.__setattr__(self, "_scales", np.array(self.scales, dtype=np.float64))
 
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """Shape (monomials,).
 
         Example:
-            >>> Basis(("n",), ((0,), (1,), (2,)), (10.0,)).features({"n": 5}).tolist()
-            [1.0, 0.5, 0.25]
+            >>> Basis(("n",), ((0,), (1,), (2,)), (1, 1, 4), (10.0,)).features({"n": 5}).round(2).tolist()
+            [1.0, 0.5, 0.64]
         """
-        point = np.array([dims[name] for name in self.dims], dtype=np.float64) / self._scales  # type: ignore[attr-defined]
-        result: NDArray[np.float64] = np.prod(point**self._exponents, axis=1)  # type: ignore[attr-defined]
+        values = np.array([dims[name] for name in self.dims], dtype=np.float64)
+        granules, scales, exponents = self._granules, self._scales, self._exponents  # type: ignore[attr-defined]
+        point = np.ceil(values / granules) * granules / scales
+        result: NDArray[np.float64] = np.prod(point**exponents, axis=1)
         return result
 
 
@@ -83,10 +94,19 @@ def bases(sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     area = list(
         dict.fromkeys([*quadratic, *(monomial(*pair, *pair) for pair in combinations_with_replacement(others, 2))])
     )
-    ladders = list(dict.fromkeys(map(tuple, (linear, crossed, quadratic, area))))
+    plain = [tuple((m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
+    rungs = list(dict.fromkeys(plain))
+    if others and len(others) <= 2:
+        surface = monomial(*(others * (3 - len(others))))
+        rungs += [
+            ((one, 1), *((surface, finest << k) for k in range(levels))) for levels in _LEVELS for finest in _FINEST
+        ]
     if batch is not None:
-        by_batch = [(one, *(tuple(e + (i == batch) for i, e in enumerate(m)) for m in ladder)) for ladder in ladders]
+        scaled = [((one, 1), *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
-        both = [tuple(dict.fromkeys([*ladder, *scaled])) for ladder, scaled in zip(ladders, by_batch, strict=True)]
-        ladders = [*by_batch, *both]
-    return [Basis(dims, tuple(ladder), scales) for ladder in ladders]
+        rungs = [*scaled, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, scaled, strict=True))]
+    return [Basis(dims, tuple(m for m, _ in rung), tuple(g for _, g in rung), scales) for rung in rungs]
+
+
+def _times(monomial: Monomial, dimension: int) -> Monomial:
+    return tuple(exponent + (i == dimension) for i, exponent in enumerate(monomial))

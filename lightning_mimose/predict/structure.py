@@ -189,6 +189,7 @@ class Structure:
         seconds_per_flop: float,
         minimum_share: float,
         left_out: frozenset[str] = frozenset(),
+        inputs_die: bool = False,
     ) -> Timeline:
         """Assemble the timeline of one step.
 
@@ -198,6 +199,8 @@ class Structure:
             seconds_per_flop: Rate at which this device recomputes.
             minimum_share: Units that save less than this share of the activation peak are left alone.
             left_out: Units that must not be recomputed.
+            inputs_die: Whether an input that nothing holds dies in forward as soon as the last call given it
+                returns; otherwise it is taken to live until backward.
         """
         column, entry, backward, made = self._arrays
         value = np.rint(values).astype(np.int64)
@@ -233,7 +236,7 @@ class Structure:
             flops = sum(float(values[c.flops]) for c in members)
             options.append(Option(index, "recompute", _seconds(flops, saved, len(members), seconds_per_flop)))
             relief.append(row)
-        return self._finish(base, options, relief, extra, value, own, resident.update_bytes)
+        return self._finish(base, options, relief, extra, value, own, resident.update_bytes, inputs_die)
 
     def _finish(
         self,
@@ -244,12 +247,14 @@ class Structure:
         value: NDArray[np.int64],
         own: dict[int, int],
         update_bytes: int,
+        inputs_die: bool,
     ) -> Timeline:
         """Add a position for every recomputation, which binds only if it is chosen, and one for the update."""
         places = {p.time: i for i, p in enumerate(self.positions) if p.backward}
         matrix = np.array(relief, dtype=np.int64).reshape(len(options), len(self.positions))
         more_base, more_columns, labels = [], [], []
-        times = [p.time if p.backward else -1 for p in self.positions]
+        times = [p.time for p in self.positions]
+        backward = [p.backward for p in self.positions]
         for option, index in extra:
             call = self.calls[index]
             place = places.get(call.backward_time)
@@ -260,10 +265,12 @@ class Structure:
             more_base.append(own[call.backward_time] + int(value[call.before_backward]))
             more_columns.append(column)
             times.append(call.backward_time)
+            backward.append(True)
             labels.append(f"recomputation of {call.key}")
         more_base.append(update_bytes)
         more_columns.append(np.zeros(len(options), dtype=np.int64))
         times.append(-1)
+        backward.append(False)
         labels.append("optimizer step")
         base = np.concatenate([base, np.array(more_base, dtype=np.int64)])
         when = np.array(times)
@@ -271,12 +278,14 @@ class Structure:
         shared = []
         for loose in self.loose:
             size = int(value[loose.size])
-            base -= np.where((when >= 0) & (when <= loose.until_time), size, 0)
+            last_use = max(self.calls[index].out_time for index in loose.holders)
+            counted = np.array(backward) | (inputs_die & (when >= last_use))
+            base -= np.where(counted & (when <= loose.until_time), size, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:
                 if index in option_of:
                     until = self.calls[index].backward_time
-                    holders.setdefault(option_of[index], (when >= 0) & (when <= until))
+                    holders.setdefault(option_of[index], counted & (when <= until))
             if holders:
                 shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
         return Timeline(

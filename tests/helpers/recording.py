@@ -57,14 +57,16 @@ def recorded(
         recorder = StepRecorder(torch.device("cpu"), resident_tensors(model, batch), gradients)
         session.arm(shelter_of(units), recorder)
         recorder.start()
-        loss = loss_fn(model, batch)
-        model.zero_grad(set_to_none=True)
-        gradients.begin_backward()
-        recorder.begin_backward(loss)
-        loss.backward()
-        recorder.mark("step", "end")
-        trace = recorder.stop()
-        gradients.close()
+        try:
+            loss = loss_fn(model, batch)
+            model.zero_grad(set_to_none=True)
+            gradients.begin_backward()
+            recorder.begin_backward(loss)
+            loss.backward()
+            recorder.mark("step", "end")
+        finally:
+            trace = recorder.stop()
+            gradients.close()
     return trace
 
 

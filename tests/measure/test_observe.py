@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation, observe
 from tests.helpers.hub import HUB
-from tests.helpers.models import TinyNested, TinyText, image_batch, text_batch
+from tests.helpers.models import TinyNested, TinyText, TinyVision, image_batch, text_batch
 from tests.helpers.recording import alive_before_backward, recorded
 
 
@@ -53,9 +53,10 @@ def test_a_shared_bias_is_loose_and_counted_once() -> None:
     make, batch_of = HUB["t5"]
     model, batch = make(), batch_of(2, 32)
     seen = observe(recorded(model, batch), 0)
+    bias = 2 * 32 * 32 * 4  # heads x length x length, without a mask the same for the whole batch
     keys = [call.key for call in seen.structure.calls]
     largest = max(seen.structure.loose, key=lambda shape: seen.values[shape.size])
-    assert seen.values[largest.size] == 2 * 2 * 32 * 32 * 4
+    assert seen.values[largest.size] == bias
     holders = [keys[i] for i in largest.holders]
     assert "encoder.block.1.layer.0" in holders
     assert not any(key.startswith("decoder") for key in holders)
@@ -66,7 +67,6 @@ def test_a_shared_bias_is_loose_and_counted_once() -> None:
     units = ["encoder.block.1.layer.0", "encoder.block.2.layer.0"]
     keep = alive_before_backward(model, batch, {})
     truth = keep - alive_before_backward(model, batch, dict.fromkeys(units, "recompute"))
-    bias = 2 * 2 * 32 * 32 * 4
     assert truth == sum(freed(seen, unit) for unit in units) + bias
 
 
@@ -83,7 +83,7 @@ def test_an_output_that_its_own_unit_saves_is_not_freed() -> None:
 
     model, x = Net(), torch.randn(64, 32)
     seen = observe(recorded(model, x, ["Sequential"], lambda m, b: m(b)), 0)
-    # Of a: the result of the first ReLU (in place of nothing else). Its own result stays.
+    # Of a: the result of the first ReLU (which the second layer saves, too). Its own result stays.
     assert freed(seen, "a") == 64 * 64 * 4 - RNG_STATE_BYTES
 
 
@@ -109,8 +109,6 @@ def test_units_that_save_next_to_nothing_free_nothing() -> None:
 def test_every_value_is_a_non_negative_number_and_the_batch_is_a_column() -> None:
     """One value per column; the batch's bytes are among them."""
     batch = image_batch(2, 16, 16)
-    from tests.helpers.models import TinyVision
-
     seen = observe(recorded(TinyVision(), batch), 12345)
     assert seen.values.shape == (seen.structure.columns,)
     assert (seen.values >= 0).all()

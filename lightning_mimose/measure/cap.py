@@ -1,0 +1,38 @@
+"""The allocator's own limit: what makes a budget hard on an accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ReservedCap:
+    """Caps what this process may reserve on a CUDA device, and gives the old limit back.
+
+    With the cap a misprediction fails in this process, as an out-of-memory error, not in a neighbour's. Before it
+    fails the allocator returns cached blocks and tries again. Other devices have no such limit, and nothing is done.
+
+    Args:
+        device: The device.
+        budget_bytes: What may be reserved.
+    """
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._before: float | None = None
+
+    def apply(self) -> None:
+        """Set the cap."""
+        if self._device.type != "cuda":
+            return
+        # The getter came later than the setter; without it, no limit is what there was.
+        current = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        self._before = float(current(self._device)) if current is not None else 1.0
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total), self._device)
+
+    def restore(self) -> None:
+        """Put the old limit back, if `apply` changed it."""
+        if self._before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
+            self._before = None

@@ -1,0 +1,301 @@
+"""The estimator: exact where bytes are polynomials, careful where they are not, and what it learnt can be saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lightning_mimose.measure.observe import Observation, observe
+from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.structure import Structure
+from tests.helpers.models import TinyText, text_batch
+from tests.helpers.recording import recorded
+
+Size = dict[str, int]
+Law = Callable[[Size], NDArray[np.float64]]
+
+
+@cache
+def real(layers: int = 2) -> Observation:
+    """A real step's structure, whose values the tests replace."""
+    return observe(recorded(TinyText(layers), text_batch(2, 8)), 0)
+
+
+def structure() -> Structure:
+    """Of the model that the laws below are about."""
+    return real().structure
+
+
+def law(seed: int = 0, degree: int = 2, batchless: bool = False) -> Law:
+    """Every column a polynomial with whole, non-negative coefficients, as bytes are."""
+    generator = np.random.default_rng(seed)
+    draw = generator.integers(0, 1000, (4, structure().columns)) * 4
+    draw[degree + 1 :] = 0
+
+    def values(size: Size) -> NDArray[np.float64]:
+        batch, n = size["batch"], size.get("ids:1", 1)
+        alone = draw[3] * n if batchless else 0
+        return (draw[0] + alone + batch * (draw[1] * n + draw[2] * n**2)).astype(np.float64)
+
+    return values
+
+
+def learnt(sizes: list[Size], values: Law) -> Estimator:
+    """An estimator that saw these sizes."""
+    estimator = Estimator()
+    for size in sizes:
+        estimator.add(size, structure(), values(size))
+    return estimator
+
+
+def predicted(estimator: Estimator, size: Size) -> Prediction:
+    """A prediction there must be."""
+    prediction = estimator.predict(size)
+    assert prediction is not None
+    return prediction
+
+
+def text(*lengths: int, batch: int = 8) -> list[Size]:
+    """Batches of one size and several lengths."""
+    return [{"batch": batch, "ids:1": n, "mask:1": n} for n in lengths]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    degree=st.integers(0, 2),
+    lengths=st.lists(st.integers(4, 600), min_size=5, max_size=8, unique=True),
+    asked=st.integers(4, 2400),
+)
+def test_polynomials_in_one_dimension_are_recovered(seed: int, degree: int, lengths: list[int], asked: int) -> None:
+    """Constant, linear and quadratic columns, to the byte inside the range seen and not far beyond it."""
+    exact = law(seed, degree)
+    estimator = learnt(text(*lengths), exact)
+    (size,) = text(asked)
+    prediction = predicted(estimator, size)
+    inside = min(lengths) <= asked <= max(lengths)
+    spread = max(lengths) > 1.5 * min(lengths)
+    if inside and spread:
+        assert prediction.trusted
+    if prediction.trusted:
+        np.testing.assert_allclose(prediction.values, exact(size), rtol=1e-5, atol=0.5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.tuples(st.integers(1, 16), st.integers(8, 300)), min_size=8, max_size=12, unique=True),
+    asked=st.tuples(st.integers(1, 16), st.integers(8, 300)),
+)
+def test_polynomials_in_two_dimensions_are_recovered(
+    seed: int, sizes: list[tuple[int, int]], asked: tuple[int, int]
+) -> None:
+    """Whatever combinations of batch and length were seen: what is trusted is right."""
+    exact = law(seed)
+    estimator = learnt([{"batch": b, "ids:1": n} for b, n in sizes], exact)
+    size = {"batch": asked[0], "ids:1": asked[1]}
+    prediction = estimator.predict(size)
+    if prediction is not None and prediction.trusted:
+        scale = np.abs(exact(size)).max()
+        np.testing.assert_allclose(prediction.values, exact(size), rtol=1e-4, atol=1e-4 * scale)
+
+
+def first_trusted(sizes: list[Size], exact: Law, asked: Size) -> int:
+    """After how many sizes another one is trusted."""
+    estimator = Estimator()
+    for count, size in enumerate(sizes, 1):
+        estimator.add(size, structure(), exact(size))
+        prediction = estimator.predict(asked)
+        if prediction is not None and prediction.trusted:
+            np.testing.assert_allclose(prediction.values, exact(asked), rtol=1e-4, atol=1.0)
+            return count
+    return 99
+
+
+@pytest.mark.parametrize("lengths", [(40, 72, 24, 56, 64, 33), (512, 16, 128, 300, 64, 80), (10, 20, 30, 40, 50, 60)])
+def test_one_varying_dimension_is_trusted_after_six_sizes(lengths: tuple[int, ...]) -> None:
+    """In whichever order the lengths come."""
+    asked = sum(lengths) // len(lengths)
+    assert first_trusted(text(*lengths), law(), text(asked)[0]) <= 6
+
+
+def test_two_varying_dimensions_are_trusted_after_ten_sizes() -> None:
+    """Batch and length, both random; with a part that does not scale with the batch."""
+    generator = np.random.default_rng(3)
+    sizes = [{"batch": int(b), "ids:1": int(n)} for b, n in zip(*generator.integers((2, 20), (9, 200), (12, 2)).T, strict=True)]
+    assert first_trusted(sizes, law(), {"batch": 5, "ids:1": 101}) <= 10
+
+
+def test_a_shorter_last_batch_does_not_disturb() -> None:
+    """It is one more size; lengths at the usual batch stay trusted and exact, whether it fits their law or not."""
+
+    def odd(size: Size) -> NDArray[np.float64]:
+        return law()(size) * (1.3 if size["batch"] == 3 else 1.0)
+
+    estimator = learnt(text(24, 40, 64, 80, 100), odd)
+    before = predicted(estimator, text(50)[0])
+    estimator.add(text(48, batch=3)[0], structure(), odd(text(48, batch=3)[0]))
+    after = predicted(estimator, text(50)[0])
+    assert before.trusted
+    assert after.trusted
+    np.testing.assert_allclose(after.values, odd(text(50)[0]), rtol=1e-6)
+
+
+def test_a_shorter_batch_of_the_same_law_is_learnt_from_one_or_two() -> None:
+    """Almost everything scales with the batch."""
+    estimator = learnt([*text(24, 40, 64, 80, 100), *text(48, 72, batch=3)], law())
+    size = text(60, batch=3)[0]
+    prediction = predicted(estimator, size)
+    assert prediction.trusted
+    np.testing.assert_allclose(prediction.values, law()(size), rtol=1e-5, atol=1.0)
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    """No prediction, rather than a wild one."""
+    estimator = Estimator()
+    assert estimator.predict(text(8)[0]) is None
+    assert len(estimator) == 0
+
+
+def test_one_size_says_nothing_about_another() -> None:
+    """But everything about itself."""
+    estimator = learnt(text(64), law())
+    assert predicted(estimator, text(64)[0]).trusted
+    other = estimator.predict(text(65)[0])
+    assert other is None or not other.trusted
+
+
+def test_a_size_that_was_measured_is_predicted_as_measured() -> None:
+    """Exactly, with no error, even if no polynomial fits."""
+    generator = np.random.default_rng(0)
+    sizes = text(24, 40, 64, 80)
+    values = [generator.uniform(0, 1e6, structure().columns) for _ in sizes]
+    estimator = Estimator()
+    for size, value in zip(sizes, values, strict=True):
+        estimator.add(size, structure(), value)
+    for size, value in zip(sizes, values, strict=True):
+        prediction = predicted(estimator, size)
+        assert prediction.trusted
+        assert prediction.error == 0.0
+        assert (prediction.values == value).all()
+
+
+def test_the_latest_measurement_of_a_size_counts() -> None:
+    """The same size again replaces what was known of it."""
+    estimator = learnt(text(24), law(0))
+    estimator.add(text(24)[0], structure(), law(1)(text(24)[0]))
+    assert (predicted(estimator, text(24)[0]).values == law(1)(text(24)[0])).all()
+    assert len(estimator) == 1
+
+
+@pytest.mark.parametrize("asked", [1, 20_000])
+def test_far_outside_the_range_nothing_is_trusted(asked: int) -> None:
+    """However well the fit does inside it."""
+    estimator = learnt(text(40, 64, 80, 100, 120), law())
+    assert not predicted(estimator, text(asked)[0]).trusted
+
+
+def test_a_dimension_that_never_varied_is_not_extrapolated() -> None:
+    """Only batches of 8 were seen: what of one with 16?"""
+    estimator = learnt(text(40, 64, 80, 100, 120), law())
+    other = estimator.predict(text(64, batch=16)[0])
+    assert other is None or not other.trusted
+
+
+def test_a_batch_with_other_dimensions_is_not_predicted() -> None:
+    """A batch that brings one more tensor is another kind of step."""
+    estimator = learnt(text(40, 64, 80, 100, 120), law())
+    other = estimator.predict({**text(64)[0], "more:1": 3})
+    assert other is None or not other.trusted
+
+
+def noisy(share: float) -> Law:
+    """A law that holds up to some share."""
+
+    def values(size: Size) -> NDArray[np.float64]:
+        generator = np.random.default_rng(size["ids:1"])
+        return law()(size) * generator.uniform(1 - share, 1 + share, structure().columns)
+
+    return values
+
+
+def test_large_residuals_are_not_trusted() -> None:
+    """Kernels that change from size to size by a third: run sheltered."""
+    estimator = learnt(text(*range(20, 200, 20)), noisy(0.5))
+    assert not predicted(estimator, text(91)[0]).trusted
+
+
+def test_small_residuals_are_trusted_late_and_reported() -> None:
+    """Percents: not from few sizes, and the error is told, so that it can be kept free."""
+    sizes = text(*range(20, 200, 15))
+    assert not predicted(learnt(sizes[:4], noisy(0.02)), text(57)[0]).trusted
+    prediction = predicted(learnt(sizes, noisy(0.02)), text(91)[0])
+    assert prediction.trusted
+    assert 0.0 < prediction.error < 0.05
+
+
+def test_predictions_are_never_negative() -> None:
+    """Not even where a fit would be."""
+    estimator = learnt(text(100, 120, 140, 160, 180), noisy(0.02))
+    for asked in (1, 10, 50, 300, 1000):
+        assert (predicted(estimator, text(asked)[0]).values >= 0).all()
+
+
+def test_memory_is_bounded_and_the_range_is_kept() -> None:
+    """A thousand sizes: the extremes of every dimension stay known."""
+    sizes = [{"batch": 2 + i % 7, "ids:1": 16 + (i * 37) % 900} for i in range(300)]
+    estimator = learnt([{"batch": 1, "ids:1": 500}, {"batch": 4, "ids:1": 4000}, *sizes], law())
+    assert len(estimator) <= 48
+    assert predicted(estimator, {"batch": 4, "ids:1": 4000}).error == 0.0
+
+
+def test_after_the_model_changed_the_latest_structure_is_predicted() -> None:
+    """A layer was unfrozen, say: other calls, other columns."""
+    estimator = learnt(text(24, 40, 64, 80, 100), law())
+    other = real(3)
+    estimator.add(text(32)[0], other.structure, other.values)
+    assert predicted(estimator, text(32)[0]).structure == other.structure
+    later = estimator.predict(text(50)[0])
+    assert later is None or not later.trusted or later.structure == other.structure
+
+
+def test_a_size_known_from_before_and_after_a_change_is_predicted_as_it_is_now() -> None:
+    """An exact repeat of the old model's size is no repeat."""
+    estimator = learnt(text(24, 40, 64, 80, 100), law())
+    other = real(3)
+    estimator.add(text(64)[0], other.structure, other.values)
+    assert predicted(estimator, text(64)[0]).structure == other.structure
+
+
+def test_what_was_learnt_survives_json() -> None:
+    """Another estimator predicts the same after loading, and goes on learning the same structure."""
+    estimator = learnt(text(24, 40, 64, 80, 100), law())
+    state = json.loads(json.dumps(estimator.state_dict()))
+    other = Estimator()
+    other.load_state_dict(state)
+    assert len(other) == 5
+    for asked in (24, 50, 400):
+        one, two = predicted(estimator, text(asked)[0]), predicted(other, text(asked)[0])
+        assert one.structure == two.structure
+        assert (one.values == two.values).all()
+        assert (one.error, one.trusted) == (two.error, two.trusted)
+    other.add(text(24)[0], structure(), law()(text(24)[0]))
+    assert len(other) == 5
+
+
+def test_the_rate_of_recomputation_is_the_measured_one() -> None:
+    """Seconds per operation over all regions measured; a guess, but positive, before."""
+    assert Estimator().seconds_per_flop() > 0
+    estimator = Estimator()
+    values = real().values.copy()
+    for call in structure().calls:
+        values[call.seconds], values[call.flops] = (2.0, 1e9) if call.region else (100.0, 1.0)
+    estimator.add(text(8)[0], structure(), values)
+    assert estimator.seconds_per_flop() == pytest.approx(2e-9)

@@ -1,0 +1,86 @@
+"""Which dimensions count, and that the monomials offered describe what layers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from lightning_mimose.predict.features import bases, varying_dims
+
+Size = dict[str, int]
+
+
+def test_dimensions_that_are_always_equal_count_once() -> None:
+    """The first of them stands for the others."""
+    sizes = [{"batch": 8, "ids:1": n, "mask:1": n, "labels:1": n} for n in (5, 7, 9)]
+    assert varying_dims(sizes) == ("ids:1",)
+
+
+def test_dimensions_that_differ_once_are_told_apart() -> None:
+    """Encoder and decoder lengths."""
+    sizes = [{"batch": 8, "ids:1": n, "labels:1": m} for n, m in ((5, 5), (7, 7), (7, 9))]
+    assert varying_dims(sizes) == ("ids:1", "labels:1")
+
+
+def test_constant_dimensions_are_left_out() -> None:
+    """Channels, and the batch if it never varies."""
+    assert varying_dims([{"batch": 8, "x:1": 3, "x:2": n} for n in (16, 24)]) == ("x:2",)
+
+
+def test_nothing_varies() -> None:
+    """One size: the only feature is the constant."""
+    (basis, *_) = bases([{"batch": 8, "x:1": 3}])
+    assert basis.dims == ()
+    assert basis.features({"batch": 8, "x:1": 3}).tolist() == [1.0]
+
+
+def spanned(sizes: list[Size], law: Callable[[Size], float]) -> bool:
+    """Whether some basis offered describes a law exactly, and predicts a size that it was not given."""
+    unseen = {name: round(1.3 * max(size[name] for size in sizes)) for name in sizes[0]}
+    target = np.array([law(size) for size in sizes])
+    for basis in bases(sizes):
+        design = np.array([basis.features(size) for size in sizes])
+        if np.linalg.matrix_rank(design) < design.shape[1]:
+            continue
+        coefficients = np.linalg.lstsq(design, target, rcond=None)[0]
+        if abs(basis.features(unseen) @ coefficients - law(unseen)) < 1e-6 * law(unseen):
+            return True
+    return False
+
+
+TEXT = [{"batch": b, "ids:1": n} for b in (2, 4, 8) for n in (16, 24, 40, 64)]
+PAIRS = [{"batch": b, "ids:1": n, "labels:1": m} for b in (2, 3, 4) for n in (16, 24, 40) for m in (8, 12, 36)]
+IMAGES = [{"batch": b, "x:2": n, "x:3": m} for b in (2, 3, 4) for n in (16, 24, 40, 56) for m in (8, 12, 32, 48)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "law"),
+    [
+        (TEXT, lambda s: 100 + 7 * s["batch"] * s["ids:1"]),
+        (TEXT, lambda s: 100 + s["batch"] * (5 + 7 * s["ids:1"] + 3 * s["ids:1"] ** 2)),
+        (TEXT, lambda s: 50 + 4 * s["ids:1"] ** 2 + s["batch"] * (7 * s["ids:1"] + 3 * s["ids:1"] ** 2)),
+        (PAIRS, lambda s: s["batch"] * (s["ids:1"] ** 2 + s["ids:1"] * s["labels:1"] + 2 * s["labels:1"] ** 2)),
+        (IMAGES, lambda s: 10 + s["batch"] * s["x:2"] * s["x:3"]),
+        (IMAGES, lambda s: 10 + s["batch"] * (s["x:2"] * s["x:3"] + (s["x:2"] * s["x:3"]) ** 2)),
+    ],
+    ids=["tokens", "attention", "position-bias", "encoder-decoder", "pixels", "attention-over-pixels"],
+)
+def test_what_layers_hold_is_in_a_basis(sizes: list[Size], law: Callable[[Size], float]) -> None:
+    """Linear layers, attention, a bias without the batch, cross attention, convolutions, attention over pixels."""
+    assert spanned(sizes, law)
+
+
+def test_bases_come_simplest_first_and_none_twice() -> None:
+    """So that few sizes suffice where little varies."""
+    offered = bases(TEXT)
+    assert len(offered[0].features(TEXT[0])) == min(len(basis.features(TEXT[0])) for basis in offered)
+    assert len(set(offered)) == len(offered)
+
+
+def test_features_stay_near_one() -> None:
+    """However large the dimensions: the fit must not lose digits."""
+    sizes = [{"batch": 64, "x:0": n} for n in (10**5, 10**6, 10**7)]
+    for basis in bases(sizes):
+        assert max(basis.features(size).max() for size in sizes) <= 1.0 + 1e-3

@@ -1,0 +1,669 @@
+"""`Mimose` in a plain loop: held, exact, predicted, refused, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import BudgetInfeasibleError, Mimose
+from lightning_mimose.errors import BudgetError, MimoseError, PlanError, SizeError, UnitsError, UnsupportedError
+from lightning_mimose.report.record import StepRecord
+from tests.helpers.counting import flops
+from tests.helpers.hub import HUB, bert, classified_text, gpt2, pixels, resnet
+from tests.helpers.meter import PeakMeter
+from tests.helpers.models import MODELS, Batch, TinyText, TinyVision, image_batch, text_batch
+from tests.helpers.recording import model_loss, patched
+
+Make = Callable[[], nn.Module]
+LENGTHS = (40, 72, 24, 56, 64, 33, 48, 80, 100, 61, 90, 37)
+SIDES = (24, 40, 16, 32, 48, 20, 44, 28, 36, 46, 18, 32)
+
+
+def batches_of(name: str, count: int = 12, batch: int = 8) -> list[Batch]:
+    """Batches of random sizes for a model of the hub, the last one shorter."""
+    sizes = {"resnet": SIDES, "swin": (32,) * 12}.get(name, LENGTHS)
+    made = [HUB[name][1](batch, size, seed) for seed, size in enumerate(sizes[:count])]
+    return [*made[:-1], HUB[name][1](batch // 2, sizes[count - 1], count)]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of these tests."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """What `Mimose.step` does without a budget."""
+    loss = model_loss(model, batch)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+def budget_at(share: float, make: Make, batches: Sequence[Batch]) -> int:
+    """Resident bytes and a share of the activation memory of the largest step."""
+    model = make()
+    optimizer, peak = adam(model), 0
+    for batch in sorted(batches, key=lambda b: sum(t.numel() for t in b.values()))[-2:]:
+        with PeakMeter(model, optimizer, batch) as meter:
+            plain_step(model, optimizer, batch)
+        peak = max(peak, meter.peak_bytes)
+    return int(meter.resident_bytes + share * (peak - meter.resident_bytes))
+
+
+def metered(mimose: Mimose, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> int:
+    """The true peak of one step under a budget."""
+    with PeakMeter(model, optimizer, batch) as meter:
+        mimose.step(batch)
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_every_step_stays_within_the_budget(name: str, share: float) -> None:
+    """Sheltered steps, the first update, the shorter last batch: by the independent meter."""
+    make, _ = HUB[name]
+    batches = batches_of(name)
+    budget = budget_at(share, make, batches)
+    model = make()
+    optimizer = adam(model)
+    with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
+        peaks = [metered(mimose, model, optimizer, batch) for batch in batches]
+        assert max(peaks) <= budget
+        assert sum(record.sheltered for record in mimose.records) < len(batches)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
+def test_the_peak_is_predicted(name: str) -> None:
+    """On planned steps, of sizes never seen before, within 0.5 % of the independent meter's peak."""
+    make, batch_of = HUB[name]
+    batches = batches_of(name, 11)[:-1]
+    budget = budget_at(0.6, make, batches)
+    model = make()
+    optimizer = adam(model)
+    with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        for size in (26, 34, 42):
+            batch = batch_of(8, size, size)
+            peak = metered(mimose, model, optimizer, batch)
+            predicted = mimose.records[-1].predicted_peak_bytes
+            assert predicted is not None
+            assert predicted == pytest.approx(peak, rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_one_varying_dimension_is_trusted_after_six_sheltered_steps(name: str) -> None:
+    """And stays so."""
+    make, _ = HUB[name]
+    batches = batches_of(name)[:-1]
+    with Mimose(make(), budget=budget_at(0.6, make, batches)) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        sheltered = [record.sheltered for record in mimose.records]
+    assert sum(sheltered) <= 6
+    assert not any(sheltered[6:])
+
+
+def test_two_lengths_are_trusted_after_ten_sheltered_steps() -> None:
+    """Source and target of a translation."""
+    make, batch_of = HUB["t5"]
+    sizes = [(40, 12), (24, 30), (56, 20), (32, 16), (48, 36), (64, 24), (20, 10), (36, 28), (60, 14), (44, 22), (52, 18)]
+    batches = [batch_of(4, n, i, m) for i, (n, m) in enumerate(sizes)]
+    with Mimose(make(), budget=budget_at(0.6, make, batches)) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        assert not mimose.records[-1].sheltered
+        assert sum(record.sheltered for record in mimose.records) <= 10
+
+
+def test_more_budget_never_recomputes_more() -> None:
+    """Operations of every planned step, from a tight budget to one that fits everything."""
+    batches = batches_of("bert")[:-1]
+    plain = [flops(lambda b=b: model_loss(bert(), b).backward()) for b in batches]
+    before: list[float] = [float("inf")] * len(batches)
+    for share in (0.4, 0.6, 0.8, 1.1):
+        model = bert()
+        with Mimose(model, budget=budget_at(share, bert, batches), optimizer=adam(model)) as mimose:
+            cost = [flops(lambda b=b: mimose.step(b)) for b in batches]
+            planned = [not record.sheltered for record in mimose.records]
+        assert all(now <= then for now, then, ok in zip(cost, before, planned, strict=True) if ok)
+        before = [now if ok else then for now, then, ok in zip(cost, before, planned, strict=True)]
+    assert [now for now, ok in zip(cost, planned, strict=True) if ok] == [
+        once for once, ok in zip(plain, planned, strict=True) if ok
+    ]
+
+
+def test_a_batch_that_fits_recomputes_nothing_and_a_huge_one_much() -> None:
+    """The point of planning per batch."""
+    batches = batches_of("bert")[:-1]
+    model = bert()
+    with Mimose(model, budget=budget_at(0.45, bert, batches), optimizer=adam(model)) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        mimose.step(classified_text(8, 26))
+        mimose.step(classified_text(8, 99))
+        small, large = mimose.records[-2:]
+    assert small.recomputed_units == 0
+    assert large.recomputed_units > 0
+
+
+def autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss in bf16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return model_loss(model, batch)
+
+
+EXACT: dict[str, tuple[Make, list[Batch], Callable[[nn.Module, Any], torch.Tensor]]] = {
+    "dropout": (TinyText, [text_batch(4, n, n) for n in LENGTHS], model_loss),
+    "keywords": (MODELS["keywords"][0], [text_batch(4, n, n) for n in LENGTHS], model_loss),
+    "shared": (MODELS["nested"][0], [text_batch(4, n, n) for n in LENGTHS], model_loss),
+    "batchnorm": (TinyVision, [image_batch(4, n, n, n) for n in SIDES], model_loss),
+    "bf16": (TinyText, [text_batch(4, n, n) for n in LENGTHS], autocast),
+    "bf16-batchnorm": (TinyVision, [image_batch(4, n, n, n) for n in SIDES], autocast),
+    "gpt2": (gpt2, batches_of("gpt2"), model_loss),
+    "t5": (HUB["t5"][0], batches_of("t5", batch=4), model_loss),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_are_those_of_the_plain_loop(name: str) -> None:
+    """After 12 steps, buffers and losses too, bit for bit; with sheltered and planned steps among them."""
+    make, batches, loss_fn = EXACT[name]
+    found, actions = [], []
+    budget = budget_at(0.5, make, batches)
+    for planned in (False, True):
+        torch.manual_seed(7)
+        model = make()
+        optimizer, losses = adam(model), []
+        if planned:
+            with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=loss_fn, on_infeasible="raise") as mimose:
+                losses = [mimose.step(batch) for batch in batches]
+                actions = [record.recomputed_units for record in mimose.records if not record.sheltered]
+        else:
+            for batch in batches:
+                loss = loss_fn(model, batch)
+                model.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        found.append([*losses, *(value.clone() for value in model.state_dict().values())])
+    assert all(map(torch.equal, *found))
+    assert actions
+    assert max(actions) > 0
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_what_is_resident_is_refused_at_once() -> None:
+    """Before any step; the error says what is resident and what would do; the model is untouched."""
+    model = bert()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    with pytest.raises(BudgetInfeasibleError) as error:
+        Mimose(model, budget=weights + 1000, optimizer=adam(model))
+    assert error.value.budget_bytes == weights + 1000
+    assert error.value.resident_bytes >= weights
+    assert error.value.smallest_feasible_bytes is not None
+    assert error.value.smallest_feasible_bytes >= 4 * weights
+    assert f"{weights + 1000:,}" in str(error.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def tight(make: Make, batch: Batch) -> int:
+    """A budget that the update fits into, and the step does not."""
+    return budget_at(0.12, make, [batch, batch])
+
+
+def test_a_budget_that_no_plan_keeps_is_refused_before_the_update() -> None:
+    """In a sheltered step that is known only after its backward: weights and optimizer state are unchanged."""
+    batch = classified_text(16, 120)
+    model = bert()
+    optimizer = adam(model)
+    budget = tight(bert, batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
+        with pytest.raises(BudgetInfeasibleError) as error:
+            mimose.step(batch)
+        assert mimose.records == []
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not optimizer.state
+    found = error.value
+    assert found.budget_bytes == budget
+    assert found.smallest_feasible_bytes is not None
+    assert found.smallest_feasible_bytes > budget > found.resident_bytes > 0
+    for number in (found.budget_bytes, found.smallest_feasible_bytes, found.resident_bytes):
+        assert f"{number:,}" in str(found)
+
+
+def test_a_batch_that_is_predicted_not_to_fit_is_refused_before_its_forward() -> None:
+    """The sizes before it taught enough; nothing of it is computed, nothing changed, and smaller ones go on."""
+    batches = [classified_text(8, n, n) for n in LENGTHS[:8]]
+    model = bert()
+    optimizer, calls = adam(model), []
+    with Mimose(model, budget=budget_at(0.6, bert, batches), optimizer=optimizer) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        before = [p.detach().clone() for p in model.parameters()]
+        handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+        with pytest.raises(BudgetInfeasibleError) as error:
+            mimose.step(classified_text(8, 250))
+        assert calls == []
+        assert all(map(torch.equal, model.parameters(), before))
+        assert error.value.smallest_feasible_bytes is not None
+        assert error.value.smallest_feasible_bytes > error.value.budget_bytes
+        mimose.step(classified_text(8, 50))
+        assert calls == [1]
+        handle.remove()
+
+
+def test_a_warning_instead_goes_on_with_the_most_saving_plan() -> None:
+    """`on_infeasible="warn"`: trained, recorded, and said."""
+    batch = classified_text(16, 120)
+    model = bert()
+    with Mimose(model, budget=tight(bert, batch), optimizer=adam(model), on_infeasible="warn") as mimose:
+        with pytest.warns(UserWarning, match="cannot be kept"):
+            mimose.step(batch)
+        (record,) = mimose.records
+    assert record.recomputed_units > 0
+    assert record.measured_peak_bytes is not None
+    assert record.measured_peak_bytes > record.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
+def test_the_smallest_feasible_budget_works(name: str) -> None:
+    """For a fresh run that meets the longest batch first, with 3 % on top; and the answer names no silly amount."""
+    make, _ = HUB[name]
+    batches = batches_of(name)[:-1]
+    longest = max(batches, key=lambda b: max(t.numel() for t in b.values()))
+    model = make()
+    with Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        smallest = mimose.smallest_feasible_bytes(longest)
+    assert budget_at(0.0, make, batches) < smallest < budget_at(0.9, make, batches)
+    budget = int(1.03 * smallest)
+    model = make()
+    optimizer = adam(model)
+    with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
+        for batch in [longest, *batches]:
+            assert metered(mimose, model, optimizer, batch) <= budget
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error"),
+    [
+        ({"budget": "many"}, BudgetError),
+        ({"budget": -1}, BudgetError),
+        ({"budget": "1000TB"}, BudgetError),
+        ({"units": ["nothing.like.this"]}, UnitsError),
+        ({"actions": ["teleport"]}, UnsupportedError),
+        ({"actions": []}, UnsupportedError),
+        ({"planner": "oracle"}, ValueError),
+    ],
+)
+def test_bad_arguments_are_typed_errors(keywords: dict[str, Any], error: type[Exception]) -> None:
+    """At construction, with the model untouched."""
+    model = TinyText()
+    with pytest.raises(error):
+        Mimose(model, **({"budget": "1GB"} | keywords))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_batch_without_tensors_is_a_size_error() -> None:
+    """And the next one is trained as if nothing had happened."""
+    model = TinyText()
+    with Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        with pytest.raises(SizeError):
+            mimose.step({"text": "words"})
+        mimose.step(text_batch())
+        assert len(mimose.records) == 1
+
+
+def test_a_model_without_a_scalar_loss_is_told_so() -> None:
+    """With what to do about it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)))
+    with Mimose(model, budget="1GB") as mimose, pytest.raises(TypeError, match="loss_fn"):
+        mimose.step(torch.randn(3, 4))
+
+
+# --- forced plans -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "forced",
+    [
+        {},
+        {"bert.encoder.layer.1": "recompute"},
+        {"bert.encoder.layer.0": "recompute", "bert.encoder.layer.2": "recompute"},
+        {"bert.encoder.layer.0.attention": "recompute", "bert.encoder.layer.2.output": "recompute"},
+    ],
+    ids=str,
+)
+def test_a_forced_plan_is_applied_exactly(forced: dict[str, str]) -> None:
+    """What a callable planner returns: operations equal those of exactly these units run twice."""
+    model = bert()
+    batches = batches_of("bert")[:-1]
+    with patched(model) as (_, session):
+        session.arm(forced, None)
+        expected = flops(lambda: model_loss(model, batches[-1]).backward())
+    with Mimose(model, budget="1GB", planner=lambda timeline, budget: forced) as mimose:
+        for batch in batches[:-1]:
+            mimose.step(batch)
+        assert flops(lambda: mimose.step(batches[-1])) == expected
+        record = mimose.records[-1]
+        assert not record.sheltered
+        assert {unit: action for unit, action in record.actions.items() if action != "keep"} == forced
+
+
+def test_a_forced_plan_that_cannot_be_is_refused() -> None:
+    """A unit and its part at once, or a unit that does not exist."""
+    for forced in ({"layers.0": "recompute", "layers.0.mlp": "recompute"}, {"layers.7": "recompute"}):
+        model = TinyText()
+        with Mimose(model, budget="1GB", planner=lambda timeline, budget, f=forced: f) as mimose:
+            mimose.step(text_batch())
+            with pytest.raises(PlanError, match=r"layers\.[07]"):
+                mimose.step(text_batch())
+
+
+@pytest.mark.parametrize("planner", ["auto", "exact", "greedy"])
+def test_every_planner_keeps_the_budget(planner: str) -> None:
+    """The paper's, the exact one, and the default."""
+    batches = batches_of("bert")
+    budget = budget_at(0.5, bert, batches)
+    model = bert()
+    optimizer = adam(model)
+    with Mimose(model, budget=budget, optimizer=optimizer, planner=planner) as mimose:  # type: ignore[arg-type]
+        assert max(metered(mimose, model, optimizer, batch) for batch in batches) <= budget
+
+
+def test_named_units_are_the_only_ones_planned() -> None:
+    """`units=[...]`."""
+    model, batches = bert(), batches_of("bert")
+    with Mimose(model, budget=budget_at(0.7, bert, batches), optimizer=adam(model), units=["BertLayer"]) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        named = {unit for record in mimose.records for unit in record.actions}
+    assert named <= {f"bert.encoder.layer.{i}" for i in range(3)}
+    assert named
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """What must be as before: attributes, classes, hooks, keys, caches, modes."""
+    modules = list(model.modules())
+    return {
+        "vars": [sorted(vars(module)) for module in modules],
+        "classes": [type(module) for module in modules],
+        "forwards": [type(module).forward for module in modules],
+        "hooks": [
+            len(getattr(module, name))
+            for module in modules
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        ],
+        "gradient_hooks": [
+            (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())) for p in model.parameters()
+        ],
+        "keys": list(model.state_dict()),
+        "caches": [m.config.use_cache for m in modules if hasattr(getattr(m, "config", None), "use_cache")],
+        "training": [module.training for module in modules],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+    }
+
+
+class Interrupts(TinyText):
+    """Fails on demand, in the middle of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.error is not None:
+            self.layers[0](self.embed(input_ids))
+            raise self.error
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_nothing_is_left_after_closing(name: str) -> None:
+    """Attributes, classes, hooks, keys and caches are as before; closing twice is harmless."""
+    make, _ = HUB[name]
+    model = make()
+    before = traces(model)
+    mimose = Mimose(model, budget="1GB", optimizer=adam(model))
+    assert list(model.state_dict()) == before["keys"]
+    for batch in batches_of(name, 3):
+        mimose.step(batch)
+    mimose.close()
+    mimose.close()
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["exception", "interrupt"])
+@pytest.mark.parametrize("steps", [0, 7])
+def test_an_error_in_the_forward_leaves_nothing(error: BaseException, steps: int) -> None:
+    """In a sheltered step and in a planned one: raised as it is, and everything is as before."""
+    model = Interrupts()
+    before = traces(model)
+    with pytest.raises(type(error)), Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        for i in range(steps):
+            mimose.step(text_batch(4, 16 + 8 * i))
+        model.error = error
+        mimose.step(text_batch(4, 20))
+    model.error = None
+    assert traces(model) == before
+    assert not torch.autograd._profiler_enabled()
+    model_loss(model, text_batch()).backward()
+
+
+def test_training_goes_on_after_an_error() -> None:
+    """Who catches it may take the next batch; the failed step has no record and taught nothing."""
+    model = Interrupts()
+    optimizer = adam(model)
+    with Mimose(model, budget="1GB", optimizer=optimizer) as mimose:
+        mimose.step(text_batch(4, 16))
+        hooks = traces(model)["gradient_hooks"]
+        model.error = RuntimeError("mine")
+        for tokens in (16, 24):
+            with pytest.raises(RuntimeError, match="mine"):
+                mimose.step(text_batch(4, tokens))
+        model.error = None
+        assert traces(model)["gradient_hooks"] == hooks
+        mimose.step(text_batch(4, 24))
+        assert [record.sheltered for record in mimose.records] == [True, True]
+
+
+def test_an_error_in_the_backward_or_in_the_update_leaves_nothing() -> None:
+    """Where meters, hooks and recomputations are in full swing."""
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("in backward")
+
+    class Update(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if any(p.grad is not None and p.grad.numel() > 4096 or broken for g in self.param_groups for p in g["params"]):
+                raise RuntimeError("in the update")
+
+    broken = False
+    model = TinyText()
+    before = traces(model)
+
+    def failing(model: nn.Module, batch: Batch) -> torch.Tensor:
+        x = Backward.apply(model.embed(batch["input_ids"]))
+        for layer in model.layers:
+            x = layer(x)
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match="in backward"), Mimose(model, budget="1GB", loss_fn=failing) as mimose:
+        mimose.step(text_batch())
+    assert traces(model) == before
+    optimizer = Update(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="in the update"), Mimose(model, budget="1GB", optimizer=optimizer) as mimose:
+        broken = True
+        mimose.step(text_batch())
+    assert traces(model) == before
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_closed_one_refuses_to_step_and_still_answers() -> None:
+    """Records, plans and the report come from numbers alone."""
+    model = bert()
+    mimose = Mimose(model, budget="1GB", optimizer=adam(model))
+    for batch in batches_of("bert")[:8]:
+        mimose.step(batch)
+    mimose.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        mimose.step(classified_text())
+    assert len(mimose.records) == 8
+    plan = mimose.plan(classified_text(8, 50))
+    assert plan.predicted_peak_bytes > 0
+    assert set(plan.actions.values()) <= {"keep", "recompute"}
+    assert mimose.smallest_feasible_bytes(classified_text(8, 50)) <= plan.predicted_peak_bytes
+    assert "1" in str(mimose.report())
+    json.dumps(mimose.report().to_dict())
+
+
+def test_attaching_draws_no_random_number() -> None:
+    """Nor does closing, or asking; so that a seeded run stays what it was."""
+    model = bert()
+    optimizer = adam(model)
+    state = torch.get_rng_state()
+    mimose = Mimose(model, budget="1GB", optimizer=optimizer)
+    mimose.close()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_evaluation_between_steps_is_left_alone() -> None:
+    """No gradient, no recomputation, no record."""
+    model = TinyText(dropout=0.0)
+    with Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        mimose.step(text_batch())
+        with torch.no_grad():
+            inside = model_loss(model, text_batch())
+        records = len(mimose.records)
+    with torch.no_grad():
+        assert torch.equal(model_loss(model, text_batch()), inside)
+    assert records == 1
+
+
+# --- records ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[tuple[list[StepRecord], list[int], list[int]]]:
+    """Records of a run, with what the independent meter says was resident and what the peak was."""
+    torch.set_num_threads(2)  # before the fixtures of single tests
+    torch.manual_seed(0)
+    batches = [*batches_of("bert"), classified_text(8, 40), classified_text(8, 40)]
+    model = bert()
+    optimizer, residents, peaks = adam(model), [], []
+    with Mimose(model, budget=budget_at(0.5, bert, batches), optimizer=optimizer) as mimose:
+        for batch in batches:
+            with PeakMeter(model, optimizer, batch) as meter:
+                mimose.step(batch)
+            residents.append(meter.resident_bytes)
+            peaks.append(meter.peak_bytes)
+        records = mimose.records
+    yield records, residents, peaks
+
+
+Run = tuple[list[StepRecord], list[int], list[int]]
+
+
+def test_records_are_numbered_and_name_the_sizes(run: Run) -> None:
+    """One per step, in order; the dimension that varies is named by path and axis."""
+    records, _, _ = run
+    assert [record.step for record in records] == list(range(len(LENGTHS) + 2))
+    assert [record.size["input_ids:1"] for record in records[1:-2]] == list(LENGTHS[1:])
+    assert {record.size.get("batch", 8) for record in records} == {8, 4}
+    assert len({record.budget_bytes for record in records}) == 1
+
+
+def test_records_tell_sheltered_steps_from_planned_ones(run: Run) -> None:
+    """A prediction exactly for those that are planned; sheltered ones are measured and recompute."""
+    records, _, _ = run
+    assert records[0].sheltered
+    assert not records[-1].sheltered
+    for record in records:
+        assert (record.predicted_peak_bytes is None) == record.sheltered
+        if record.sheltered:
+            assert record.measured_peak_bytes is not None
+            assert record.recomputed_units > 0
+            assert not record.cache_hit
+        assert not record.retried
+        assert record.reserved_peak_bytes is None
+        assert record.planning_seconds >= 0
+
+
+def test_resident_bytes_in_records_are_the_meters(run: Run) -> None:
+    """Parameters, buffers, gradients, optimizer state, batch: to the byte, before and after Adam's state appears."""
+    records, residents, _ = run
+    assert [record.resident_bytes for record in records] == residents
+
+
+def test_measured_peaks_in_records_are_the_meters(run: Run) -> None:
+    """Within the step that was measured: the forward, the backward and the update."""
+    records, _, peaks = run
+    for record, peak in zip(records, peaks, strict=True):
+        if record.measured_peak_bytes is not None:
+            assert record.measured_peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+def test_the_same_size_again_takes_its_plan_from_the_cache(run: Run) -> None:
+    """With the same actions and the same prediction."""
+    records, _, _ = run
+    assert records[-1].cache_hit
+    assert records[-1].actions == records[-2].actions
+    assert records[-1].predicted_peak_bytes == records[-2].predicted_peak_bytes
+
+
+def test_records_are_plain_data(run: Run) -> None:
+    """They outlive everything and go into JSON."""
+    for record in run[0]:
+        assert json.loads(json.dumps(record.to_dict()))["step"] == record.step
+
+
+def test_plans_can_be_asked_for_by_size_and_budget() -> None:
+    """By batch or by named dimensions; a larger budget acts on fewer units; an impossible one is an error."""
+    model = bert()
+    batches = batches_of("bert")[:-1]
+    with Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        with pytest.raises(MimoseError):
+            mimose.plan(classified_text(8, 50))
+        for batch in batches:
+            mimose.step(batch)
+        batch = classified_text(8, 50)
+        free = mimose.plan(batch)
+        least = mimose.smallest_feasible_bytes(batch)
+        plans = [mimose.plan(batch, least + (free.predicted_peak_bytes - least) * i // 4) for i in range(5)]
+        seconds = [plan.added_seconds for plan in plans]
+        assert seconds == sorted(seconds, reverse=True)
+        assert len(free) == 0
+        named = {name: value for name, value in mimose.records[-1].size.items() if name != "input_ids:1"}
+        assert mimose.plan({**named, "input_ids:1": 50}).predicted_peak_bytes == free.predicted_peak_bytes
+        with pytest.raises(BudgetInfeasibleError):
+            mimose.plan(batch, 1000)
+
+
+def test_the_smallest_images_and_a_size_function() -> None:
+    """`size_fn` names the dimension; here one number per batch."""
+    model = resnet()
+    with Mimose(
+        model, budget="1GB", optimizer=adam(model), size_fn=lambda batch: {"side": batch["pixel_values"].shape[-1]}
+    ) as mimose:
+        for side in (24, 40, 16, 32):
+            mimose.step(pixels(4, side))
+        assert [record.size["side"] for record in mimose.records] == [24, 40, 16, 32]
