@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated names of workloads")
-    parser.add_argument("--steps", type=int, default=16, help="batches per epoch")
+    parser.add_argument("--steps", type=int, default=20, help="batches per epoch")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     given = parser.parse_args(argv)
     quiet()

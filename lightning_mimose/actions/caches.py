@@ -38,5 +38,10 @@ class CacheSwitch:
 
 
 def checkpointed_layers(model: nn.Module) -> list[str]:
-    """Names of modules on which Hugging Face's own gradient checkpointing is switched on."""
-    return [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
+    """Names of the modules that Hugging Face's own gradient checkpointing recomputes.
+
+    The switch is an attribute of the layers; a model that holds them carries it too, which says nothing of its rest.
+    """
+    on = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
+    inside = {name: f"{name}." if name else "" for name in on}
+    return [name for name in on if not any(other != name and other.startswith(inside[name]) for other in on)]

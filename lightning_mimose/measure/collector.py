@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.meter import Interval, Meter, make_meter
+from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.trace import Call, Mark, StepTrace
 
@@ -164,7 +165,9 @@ class StepRecorder:
 
     def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
         """Begin a recomputed call in forward; the region observes its runs."""
-        return Region(self, self.enter(unit, "recompute", args, kwargs))
+        region = Region(self, self.enter(unit, "recompute", args, kwargs))
+        self._meter.hold(region, RNG_STATE_BYTES)  # the region's closure, and so its random state, lives as long
+        return region
 
     @contextmanager
     def _replayed(self, call: Call) -> Iterator[None]:

@@ -57,6 +57,9 @@ class Meter(Protocol):
     def mark(self) -> None:
         """Close the current interval and open the next."""
 
+    def hold(self, owner: object, nbytes: int) -> None:
+        """Told of bytes that no operator returns and that live as long as their owner: a generator's state."""
+
     def stop(self) -> list[Interval]:
         """End, and return every interval in order."""
 
@@ -108,6 +111,9 @@ class AcceleratorMeter:
         self._memory.reset_peak_memory_stats(self._device)
         self._level_bytes = int(self._memory.memory_allocated(self._device))
 
+    def hold(self, owner: object, nbytes: int) -> None:
+        """The host's memory is not the accelerator's."""
+
     def stop(self) -> list[Interval]:
         """Close the last interval."""
         self.mark()
@@ -139,6 +145,9 @@ class ProfilerMeter:
         """Put an event into the trace."""
         with record_function(_MARK):
             pass
+
+    def hold(self, owner: object, nbytes: int) -> None:
+        """The profiler has seen it."""
 
     def stop(self) -> list[Interval]:
         """Stop the profiler and replay its trace."""
@@ -232,6 +241,13 @@ class DispatchMeter(TorchDispatchMode):
         """Close the current interval."""
         self._intervals.append(Interval(self._opened, self._peak))
         self._opened = self._peak = self._level
+
+    def hold(self, owner: object, nbytes: int) -> None:
+        """Count what no operator returned."""
+        self._known[id(owner)] = nbytes
+        self._level += nbytes
+        self._peak = max(self._peak, self._level)
+        weakref.finalize(owner, self._freed, id(owner))
 
     def stop(self) -> list[Interval]:
         """Leave the mode."""

@@ -14,7 +14,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.utils._pytree import tree_leaves
 
 TRIES = 3
-"""An operator that needed no scratch in so many sizes is not asked again."""
+"""A kernel that needed no scratch in so many sizes is not asked again."""
 
 _known: dict[Any, int] = {}
 _clean: dict[Any, int] = {}
@@ -22,17 +22,21 @@ _clean: dict[Any, int] = {}
 
 def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     """What an operator allocates at once besides its results, measured once per operator and input shapes."""
-    if _clean.get(func, 0) >= TRIES or not _repeatable(func):
+    leaves = tree_leaves((args, kwargs))
+    # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    kernel = (func, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
+    if _clean.get(kernel, 0) >= TRIES or not _repeatable(func):
         return 0
-    key = (func, tuple(_describe(leaf) for leaf in tree_leaves((args, kwargs))), torch.get_num_threads())
+    key = (func, tuple(_describe(leaf) for leaf in leaves), torch.get_num_threads())
     if key not in _known:
         if len(_known) > 20_000:
             _known.clear()
         _known[key] = _measure(func, args, kwargs)
         if _known[key]:
-            _clean[func] = -1_000_000
+            _clean[kernel] = -1_000_000
         else:
-            _clean[func] = _clean.get(func, 0) + 1
+            _clean[kernel] = _clean.get(kernel, 0) + 1
     return _known[key]
 
 

@@ -50,6 +50,10 @@ class MimoseCallback(Callback):
             does the same in this version.)
         host_budget: Bytes of host memory that offloading may use; no action of this version uses any.
 
+    Limitations:
+        With manual optimization a batch that breaks the budget is found out after its updates, not before them.
+        LBFGS evaluates the loss several times a step while its state grows; the budget bounds the first evaluation.
+
     Metrics:
         mimose/peak_bytes, mimose/predicted_peak_bytes, mimose/budget_bytes (bytes), mimose/recomputed_units,
         mimose/cache_hits (counts), mimose/planning_seconds (seconds).
@@ -173,7 +177,7 @@ class MimoseCallback(Callback):
         if rivals and carried is not None:
             named = [c.budget for c in (self, *rivals)]
             raise BudgetError(
-                f"The callback names a budget and so does the strategy ({' and '.join(map(repr, named))}). Name it once."
+                f"Both the callback and the strategy name a budget ({' and '.join(map(repr, named))}). Name it once."
             )
         if rivals:
             raise BudgetError("Two MimoseCallbacks are among this Trainer's callbacks. Keep one of them.")
@@ -193,6 +197,11 @@ class MimoseCallback(Callback):
             f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on "
             f"{engine.memory.description}, {len(engine.units)} units found"
         )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            tell(
+                "mimose: LBFGS evaluates the loss several times a step while its state grows: of each step the budget "
+                "bounds the first evaluation"
+            )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: str | int | float) -> Engine:
         engine = Engine(
@@ -201,7 +210,7 @@ class MimoseCallback(Callback):
             units=self.units,
             size_fn=self.size_fn,
             actions=self.actions,
-            planner=self.planner,  # type: ignore[arg-type]
+            planner=self.planner,
             on_infeasible=self.on_infeasible,
             device=trainer.strategy.root_device,
             bucket_bytes=bucket_bytes(trainer.strategy, pl_module),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_mimose.errors import UnsupportedError
@@ -68,6 +68,7 @@ class TrainingStepHook:
         original = strategy.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            settle_buckets(strategy)
             before()
             return original(*args, **kwargs)
 
@@ -90,6 +91,17 @@ def bucket_bytes(strategy: Any, model: nn.Module) -> int:
     if not hasattr(wrapped, "reducer"):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def settle_buckets(strategy: Any) -> None:
+    """Let DDP move its buckets now, if it would do so first thing in its forward (once, after the first backward).
+
+    It frees the old ones and makes new ones. A meter that is running sees memory made, and on CPU not that older
+    memory goes: that step would look a parameter's worth larger than it is. Every rank is at this point here.
+    """
+    rebuild = getattr(getattr(getattr(strategy, "model", None), "reducer", None), "_rebuild_buckets", None)
+    if rebuild is not None:
+        rebuild()
 
 
 def precision_of(strategy: Any) -> str:

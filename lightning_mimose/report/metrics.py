@@ -123,11 +123,12 @@ class StepMetrics:
         epoch, self._epoch = self._epoch, _Window()
         if trainer.barebones:
             return
-        device, ranks = trainer.strategy.root_device, trainer.world_size
+        device = trainer.strategy.root_device
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()  # by one rank, too
         for name, value in epoch.across_ranks(device).items():
             # The ranks agree already; Lightning would warn about epoch values that it does not reduce itself.
             more: dict[str, Any] = {"sync_dist": True, "reduce_fx": "max", "device": device}
-            _log(callback, EPOCH_PREFIX + name, value, on_step=False, on_epoch=True, **(more if ranks > 1 else {}))
+            _log(callback, EPOCH_PREFIX + name, value, on_step=False, on_epoch=True, **(more if shared else {}))
 
 
 def _logs_now(trainer: Any) -> bool:

@@ -101,7 +101,7 @@ def budget_of(rank: dict[str, Any], share: float) -> int:
     return int(resident + share * (max(rank["peaks"]) - resident)) + rank["parameters"]
 
 
-@pytest.mark.parametrize("how", ["strategy", "callback", "views"])
+@pytest.mark.parametrize("how", ["strategy", "views"])
 def test_every_rank_keeps_its_budget(plain: list[dict[str, Any]], how: str, tmp_path: Path) -> None:
     """Each with a plan and a budget of its own, and the weights of both as without."""
     budgets = [budget_of(plain[0], 0.7), budget_of(plain[1], 0.85)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_mimose import MimoseCallback
 from tests.helpers.fits import Fit, batches, run, same
@@ -67,7 +68,7 @@ def test_predictions_are_within_one_percent(accumulate: int) -> None:
 
 
 def test_predictions_match_the_own_meter_with_batch_norm() -> None:
-    """Nobody else's profiler runs here, so the plugin measures to the byte; rarely, so the first planned steps count."""
+    """Nobody else's profiler runs here, so the plugin measures the first planned steps to the byte."""
     plain = run(kind="vision")
     callback = MimoseCallback(plain.budget(0.8))
     run(callback, kind="vision", metered=False)
@@ -224,3 +225,19 @@ def test_validation_is_reported_apart() -> None:
     assert len(callback.records) == 12
     assert report["evaluation_peak_bytes"]["validation"] > 0
     assert "validation" in str(callback.report())
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_wrapped_by_ddp(views: bool) -> None:
+    """One process is enough to see its buckets: they are resident, and moving them spoils no measurement."""
+    options: dict[str, Any] = {"process_group_backend": "gloo", "gradient_as_bucket_view": views}
+    plain = run(strategy=DDPStrategy(**options), metered=False)
+    callback = MimoseCallback("1GB")
+    fit = run(callback, strategy=DDPStrategy(**options), metered=False)
+    assert same(plain.weights(), fit.weights())
+    parameters = sum(parameter.nbytes for parameter in fit.task.parameters())
+    assert callback.records[0].resident_bytes > 2 * parameters
+    assert sum(record.sheltered for record in callback.records) <= 6
+    for record in callback.records:
+        if record.predicted_peak_bytes and record.measured_peak_bytes:
+            assert record.measured_peak_bytes == pytest.approx(record.predicted_peak_bytes, rel=0.01)

@@ -184,7 +184,11 @@ def test_other_stages_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: {"callback": MimoseCallback("1GB", units=["nowhere.*"])}, UnitsError, r"'nowhere\.\*'.*Names look like"),
+        (
+            lambda: {"callback": MimoseCallback("1GB", units=["nowhere.*"])},
+            UnitsError,
+            r"'nowhere\.\*'.*Names look like",
+        ),
         (lambda: {"model": nn.Linear(2, 2), "task": "bare"}, UnitsError, "nothing to plan"),
         (lambda: {"data": ["words"], "task": "constant"}, SizeError, "no tensor"),
         (lambda: {"data": [*batches(count=3), torch.zeros(4, 8)], "task": "constant"}, SizeError, "was a dict before"),
@@ -388,3 +392,54 @@ def test_metrics_reach_logger_and_progress_bar() -> None:
     )
     assert "mimose/recomputed_units" in fit.trainer.progress_bar_metrics
     assert fit.trainer.callback_metrics["mimose/epoch/budget_bytes"] == 10**9
+
+
+# --- Hugging Face's own switches ------------------------------------------------------------------------------
+
+
+def bert(checkpointed: bool) -> nn.Module:
+    """A small BERT, with its own gradient checkpointing on or off."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.BertForSequenceClassification(config)
+    if checkpointed:
+        new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)({"use_reentrant": False})
+    return model
+
+
+def test_hugging_face_checkpointing_is_left_alone_with_a_warning() -> None:
+    """What it recomputes is no choice of a plan; with nothing else to plan, that is an error."""
+    task = Task(bert(checkpointed=True))
+    trainer, before = quiet_trainer(callback := MimoseCallback("1GB")), condition(task)
+    with pytest.warns(UserWarning, match=r"gradient_checkpointing_disable\(\)"):
+        trainer.fit(task, loader(batches(count=4)))
+    planned = {unit for record in callback.records for unit in record.actions}
+    assert not any(".encoder.layer." in unit for unit in planned)
+    assert condition(task) == before
+    layers = MimoseCallback("1GB", units=["*.encoder.layer.?"])
+    with pytest.raises(UnitsError, match="switch"):
+        quiet_trainer(layers).fit(task, loader(batches(count=2)))
+    assert condition(task) == before
+
+
+def test_caches_are_switched_back_on() -> None:
+    """`use_cache` is off during the fit and what it was afterwards, also when the fit fails."""
+    seen = []
+
+    class Looks(Task):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(self.model.config.use_cache)
+            return super().training_step(batch, batch_idx)
+
+    task = Looks(bert(checkpointed=False))
+    task.model.config.use_cache = True
+    before = condition(task)
+    quiet_trainer(MimoseCallback("1GB")).fit(task, loader(batches(count=2)))
+    assert seen == [False, False]
+    assert condition(task) == before
+    with pytest.raises(SizeError):
+        quiet_trainer(MimoseCallback("1GB")).fit(task, loader([*batches(count=2), "text"]))  # type: ignore[list-item]
+    assert condition(task) == before

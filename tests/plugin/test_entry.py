@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ def mine(trainer: Any) -> list[MimoseCallback]:
 
 def test_both_names_of_lightning_are_served() -> None:
     """In the package's metadata."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     file = Path(lightning_mimose.__file__).parents[1] / "pyproject.toml"
     points = tomllib.loads(file.read_text())["project"]["entry-points"]
     assert points == {group: {"mimose": "lightning_mimose.plugin.entry:callbacks"} for group in GROUPS}
@@ -92,5 +92,5 @@ def test_it_steps_aside_for_a_strategy(monkeypatch: pytest.MonkeyPatch, budget: 
 def test_a_bad_value_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script says nothing of a budget, so the error must say where it comes from."""
     monkeypatch.setenv(entry.VARIABLE, "8 parsecs")
-    with pytest.raises(lightning_mimose.BudgetError, match="MIMOSE_BUDGET.*8 parsecs"):
+    with pytest.raises(lightning_mimose.BudgetError, match=r"MIMOSE_BUDGET.*8 parsecs"):
         entry.callbacks()

@@ -14,6 +14,7 @@ from lightning_mimose.plugin.support import (
     TrainingStepHook,
     bucket_bytes,
     precision_of,
+    settle_buckets,
     trained_parameters,
 )
 from tests.helpers.models import Task, TinyText
@@ -103,3 +104,14 @@ def test_an_overridden_hook_is_watched() -> None:
     task.zero_grad()
     habits.look(task)
     assert habits.zeroes(trainer, task, 2)
+
+
+def test_buckets_are_settled_where_there_are_any() -> None:
+    """Of any other strategy nothing is asked."""
+    calls = list[int]()
+    settle_buckets(
+        SimpleNamespace(model=SimpleNamespace(reducer=SimpleNamespace(_rebuild_buckets=lambda: calls.append(1))))
+    )
+    settle_buckets(SimpleNamespace(model=nn.Linear(2, 2)))
+    settle_buckets(SimpleNamespace())
+    assert calls == [1]
