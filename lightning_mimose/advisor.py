@@ -101,6 +101,7 @@ class Advisor:
             resident.zeroes_gradients,
             resident.update_bytes - batch_bytes,
         )
+        self.estimator.resident_bytes = self.resident.total_bytes
         rounded = size.rounded_up()
         key = (rounded, self.resident)
         plan = self.cache.get(key, self.budget_bytes)
@@ -138,10 +139,8 @@ class Advisor:
                 current.append(plan)
                 return plan, False
         least = self._least(timeline)
-        if least.predicted_peak_bytes > budget:
-            return least, True
         cache.put(key, budget, least)
-        return least, False
+        return least, least.predicted_peak_bytes > budget
 
     def _least(self, timeline: Timeline) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
@@ -194,7 +193,6 @@ class Advisor:
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
-        self.estimator.resident_bytes = self.resident.total_bytes
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self.cache.clear()
         self._actual_peaks.clear()

@@ -10,6 +10,7 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers
-from lightning_mimose.actions.patch import unpatch
+from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
@@ -114,12 +115,15 @@ class Engine:
             fingerprint=_fingerprint(model, self.device, precision, self.units),
         )
         self.session = Session()
+        self._patched: tuple[Unit, ...] = ()
         self._caches = CacheSwitch()
         self._cap = ReservedCap(self.device, budget_bytes)
         self._update_cost = OptimizerCost(0, 0)
-        self._state_at_watch = 0
+        self._costs: list[tuple[Optimizer, OptimizerCost]] = []
+        self._entries: dict[int, int] = {}
         self._step: _Step | None = None
         self._planned = 0
+        self._warned = False
         self._verified = 0
 
     @property
@@ -140,6 +144,11 @@ class Engine:
         Raises:
             UnitsError: Every unit is checkpointed already.
         """
+        if any(is_patched(unit.module) for unit in self.units):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} is planned by another Mimose or MimoseCallback already. Close that one "
+                "first (mimose.close(), or let trainer.fit end)."
+            )
         own = checkpointed_layers(self.model)
         left_out = {unit.name for unit in self.units if any(_related(unit.name, layer) for layer in own if layer)}
         usable = [unit for unit in self.units if unit.name not in left_out]
@@ -157,19 +166,24 @@ class Engine:
             )
         self._caches.off(self.model)
         self._cap.apply()
+        self._patched = tuple(usable)
         for unit in usable:
             patch_unit(unit, self.session)
+        # Its statistics are reduced over all ranks: every rank would have to recompute it in the same steps.
+        left_out |= {u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())}
         self.advisor.left_out = left_out
-        self.advisor.shelter = {unit.name: "recompute" for unit in usable if unit.shelter}
+        self.advisor.shelter = {u.name: "recompute" for u in usable if u.shelter and u.name not in left_out}
 
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
-        self.abort_step()
-        for unit in self.units:
-            unpatch(unit.module)
-        self._caches.restore()
-        self._cap.restore()
-        self.advisor.scheduler.close()
+        with ExitStack() as last:  # each of these runs, whatever another one raises
+            last.callback(self.advisor.scheduler.close)
+            last.callback(self._cap.restore)
+            last.callback(self._caches.restore)
+            for unit in self._patched:
+                last.callback(unpatch, unit.module)
+            self._patched = ()
+            self.abort_step()
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; what their first update will allocate is reserved from now on.
@@ -178,10 +192,11 @@ class Engine:
             BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
         """
         self.ledger.watch(optimizers)
-        self._state_at_watch = self.ledger.state_bytes()
-        costs = [probe_optimizer(optimizer) for optimizer in optimizers]
+        self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
+        self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
         self._update_cost = OptimizerCost(
-            sum(cost.state_bytes for cost in costs), max((cost.transient_bytes for cost in costs), default=0)
+            sum(cost.state_bytes for _, cost in self._costs),
+            max((cost.transient_bytes for _, cost in self._costs), default=0),
         )
         lasting = self.ledger.lasting_bytes()
         least = self._update_bytes(lasting)
@@ -196,7 +211,10 @@ class Engine:
             )
 
     def _update_bytes(self, lasting_bytes: int) -> int:
-        pending = self._update_cost.state_bytes if self.ledger.state_bytes() == self._state_at_watch else 0
+        # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
+        pending = sum(
+            cost.state_bytes for optimizer, cost in self._costs if len(optimizer.state) == self._entries[id(optimizer)]
+        )
         return lasting_bytes + self.ledger.gradient_capacity_bytes + pending + self._update_cost.transient_bytes
 
     # --- one step ---------------------------------------------------------------------------------------------
@@ -308,9 +326,11 @@ class Engine:
         """An exception ended the step: stop measuring and disarm; nothing is learnt from it."""
         step = self._step
         if step is not None:
-            if step.recorder is not None and step.measuring:
-                step.recorder.stop()
-            self._clear(step)
+            try:
+                if step.recorder is not None and step.measuring:
+                    step.recorder.stop()
+            finally:
+                self._clear(step)
 
     def _clear(self, step: _Step) -> None:
         if step.gradients is not None:
@@ -327,11 +347,21 @@ class Engine:
         trace, step.recorder = step.recorder.stop(), None
         self.session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
         step.gradients.close()
+        if not trace.marks:
+            return
         peak = self._take_peak(step, trace)
         if not step.sheltered:
             plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
             if plan is not None and predicted is not None:
                 self.advisor.verify(step.size, step.resident, plan, predicted, peak)
+            if peak > self.budget_bytes and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"A batch of {self.advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
+                    f"budget of {format_bytes(self.budget_bytes)}, under a plan predicted to stay inside it. The next "
+                    "batches are planned with what was missing kept free.",
+                    stacklevel=4,
+                )
                 self._verified += 1
             return
         if any("backward" in call.marks for call in trace.calls):

@@ -103,6 +103,8 @@ class Mimose:
             engine.begin_forward()
             loss = self._loss_fn(model, batch)
             model.zero_grad(set_to_none=True)
+            if self._optimizer is not None:  # it may hold parameters of the loss that the model does not
+                self._optimizer.zero_grad(set_to_none=True)
             engine.begin_backward(loss)
             loss.backward()
             engine.before_update()

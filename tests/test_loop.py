@@ -86,7 +86,7 @@ def test_every_step_stays_within_the_budget(name: str, share: float) -> None:
 def test_the_peak_is_predicted(name: str) -> None:
     """On planned steps, of sizes never seen before, within 0.5 % of the independent meter's peak."""
     make, batch_of = HUB[name]
-    sizes = (24, 40, 16, 32, 48, 64, 56) if name == "resnet" else LENGTHS[:10]
+    sizes = (24, 40, 16, 64, 48, 72, 80) if name == "resnet" else LENGTHS[:10]
     count = 24 if name == "resnet" else 8  # so that a region's fixed few kilobytes do not matter
     batches = [batch_of(count, size, size) for size in sizes]
     budget = budget_at(0.8 if name == "resnet" else 0.6, make, batches)
@@ -95,7 +95,7 @@ def test_the_peak_is_predicted(name: str) -> None:
     with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
         for batch in batches:
             mimose.step(batch)
-        for size in (32, 40, 72) if name == "resnet" else (26, 34, 42):
+        for size in (32, 56) if name == "resnet" else (26, 34, 42):
             batch = batch_of(count, size, size)
             peak = metered(mimose, model, optimizer, batch)
             predicted = mimose.records[-1].predicted_peak_bytes
@@ -119,7 +119,19 @@ def test_one_varying_dimension_is_trusted_after_six_sheltered_steps(name: str) -
 def test_two_lengths_are_trusted_after_ten_sheltered_steps() -> None:
     """Source and target of a translation."""
     make, batch_of = HUB["t5"]
-    sizes = [(40, 12), (24, 30), (56, 20), (32, 16), (48, 36), (64, 24), (20, 10), (36, 28), (60, 14), (44, 22), (52, 18)]
+    sizes = [
+        (40, 12),
+        (24, 30),
+        (56, 20),
+        (32, 16),
+        (48, 36),
+        (64, 24),
+        (20, 10),
+        (36, 28),
+        (60, 14),
+        (44, 22),
+        (52, 18),
+    ]
     batches = [batch_of(4, n, i, m) for i, (n, m) in enumerate(sizes)]
     with Mimose(make(), budget=budget_at(0.6, make, batches)) as mimose:
         for batch in batches:
@@ -503,7 +515,9 @@ def test_an_error_in_the_backward_or_in_the_update_leaves_nothing() -> None:
 
     class Update(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            if any(p.grad is not None and p.grad.numel() > 4096 or broken for g in self.param_groups for p in g["params"]):
+            if any(
+                (p.grad is not None and p.grad.numel() > 4096) or broken for g in self.param_groups for p in g["params"]
+            ):
                 raise RuntimeError("in the update")
 
     broken = False

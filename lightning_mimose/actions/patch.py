@@ -58,7 +58,7 @@ def _own_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _OwnForward:
-    """Calls a module's own forward. A handler that held the module would keep the registry's weak key alive for ever."""
+    """Calls a module's own forward, without holding the module: the registry's weak key must be able to die."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

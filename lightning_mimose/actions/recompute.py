@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.state import Saved, WrittenState
@@ -30,6 +32,18 @@ class RegionObserver(Protocol):
 
     def recomputed(self, out: Any) -> None:
         """Shown what a run in backward returned."""
+
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
+
+
+def can_recompute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a region could be given the same arguments again.
+
+    An object that pytree cannot take apart may be changed by whoever holds it before backward, and the recomputation
+    would then see other tensors, of the same shapes and with no error.
+    """
+    return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) or callable(leaf) for leaf in tree_leaves((args, kwargs)))
 
 
 def recompute(
@@ -52,28 +66,31 @@ def recompute(
         What the forward returned.
     """
     leaves, spec = tree_flatten((args, kwargs))
+    # The first run gets the caller's own containers, which it may fill (a list of auxiliary losses); a recomputation
+    # gets copies of what they held then.
+    first: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
+    del args, kwargs
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in where]
     for i in where:
         leaves[i] = None
     before: Saved = []
-    ran = False
 
     def region(*given: torch.Tensor) -> Any:
-        nonlocal before, ran
+        nonlocal before
+        if first:
+            inner_args, inner_kwargs = first.pop()
+            copies = state.before_forward()
+            with observer.forward_run() if observer else nullcontext():
+                out = original(*inner_args, **inner_kwargs)
+            before = state.after_forward(copies)
+            return out
         filled = list(leaves)
         for i, tensor in zip(where, given, strict=True):
             filled[i] = tensor
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
-        if not ran:
-            ran = True
-            copies = state.before_forward()
-            with observer.forward_run() if observer else nullcontext():
-                out = original(*inner_args, **inner_kwargs)
-            before = state.after_forward(copies)
-            return out
         with state.restored(before), observer.recompute_run() if observer else nullcontext():
             out = original(*inner_args, **inner_kwargs)
             if observer:

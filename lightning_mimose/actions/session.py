@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.patch import Handler, patch
-from lightning_mimose.actions.recompute import RegionObserver, recompute
+from lightning_mimose.actions.recompute import RegionObserver, can_recompute, recompute
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.units import Unit
@@ -58,7 +58,7 @@ def patch_unit(unit: Unit, session: Session) -> None:
             if not session.inside and not (recorder is not None and recorder.replaying):
                 if _out_of_reach(name, session):
                     return original(*args, **kwargs)
-                if session.actions.get(name) == "recompute":
+                if session.actions.get(name) == "recompute" and can_recompute(args, kwargs):
                     return _recomputed(name, original, args, kwargs, state, session)
             return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
 

@@ -98,7 +98,10 @@ class StepRecorder:
         intervals = self._meter.stop()
         self._ids.clear()
         self._outputs.clear()
-        marks = tuple(self._marks[: len(intervals)])
+        if len(intervals) != len(self._marks):
+            # A profiler of the user's own began inside the step and took the session over: nothing was measured.
+            return StepTrace((), (), ())
+        marks = tuple(self._marks)
         if self._meter.sees_old_frees:
             # Every trace counts what was made since the start; old gradients are accounted for at the marks.
             before = marks[0].old_gradient_bytes

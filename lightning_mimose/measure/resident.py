@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.measure.meter import ProfilerMeter
+from lightning_mimose.measure.meter import make_meter
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -124,7 +124,7 @@ def _measured_ratios(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, f
     with torch.random.fork_rng(devices=[]):
         step(twin)
         state = storage_bytes(t for t in tree_leaves(list(twin.state.values())) if isinstance(t, torch.Tensor))
-        meter = ProfilerMeter()
+        meter = make_meter(torch.device("cpu"))
         meter.start()
         try:
             step(twin)

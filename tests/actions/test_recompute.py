@@ -40,7 +40,7 @@ def region(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-autocast"])
 def test_gradients_are_equal_to_the_bit(name: str, autocast: bool) -> None:
-    """Dropout, tensors by keyword only, dictionaries, nested and shared modules, BatchNorm; with and without autocast."""
+    """Dropout, tensors by keyword only, dictionaries, nested and shared modules, BatchNorm; autocast or not."""
     make, batch_of = MODELS[name]
     model, batch = make(), batch_of()
 

@@ -89,7 +89,9 @@ def states(module: nn.Module) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in found]
 
 
-def trained(kind: type[nn.Module], run: Callable[[nn.Module, WrittenState, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+def trained(
+    kind: type[nn.Module], run: Callable[[nn.Module, WrittenState, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
     """States and gradients after some steps."""
     torch.manual_seed(0)
     module = kind()

@@ -1,4 +1,4 @@
-"""Runs one step with units patched, and hands back what was recorded or what was alive; the engine has no part in it."""
+"""Runs one step with units patched, and hands back what was recorded or alive; the engine has no part in it."""
 
 from __future__ import annotations
 

@@ -137,9 +137,7 @@ def test_calls_are_recorded_in_forward_order_with_their_parents() -> None:
     trace = recorded(model, text_batch())
     assert [call.key for call in trace.calls if call.unit == "shared"] == ["shared", "shared#1"]
     assert [call.unit for call in trace.calls if call.parent is None] == [
-        unit
-        for stage in ("stages.0", "stages.1")
-        for unit in (*(f"{stage}.{i}" for i in (0, 1)), "shared")
+        unit for stage in ("stages.0", "stages.1") for unit in (*(f"{stage}.{i}" for i in (0, 1)), "shared")
     ]
     mlp = [call for call in trace.calls if call.unit.endswith(".mlp")]
     assert all(call.parent is not None and call.parent.unit == call.unit.removesuffix(".mlp") for call in mlp)
@@ -262,7 +260,10 @@ def test_two_backward_passes_over_one_graph_are_recorded_once() -> None:
             loss.backward(retain_graph=retain)
         trace = recorder.stop()
         gradients.close()
-    assert [sum(m.name == "again" and m.owner == unit for m in trace.marks) for unit in ("layers.0", "layers.1")] == [1, 1]
+    assert [sum(m.name == "again" and m.owner == unit for m in trace.marks) for unit in ("layers.0", "layers.1")] == [
+        1,
+        1,
+    ]
 
 
 def test_what_a_graph_saved_is_read_without_recomputing() -> None:

@@ -27,7 +27,7 @@ def buffers(model: nn.Module, unit: str) -> int:
 
 @pytest.mark.parametrize("name", HUB)
 def test_recomputing_a_unit_frees_what_was_observed(name: str) -> None:
-    """For every unit worth recomputing: live bytes after a forward that keeps it, less those after one that does not."""
+    """Per unit worth recomputing: live bytes after a forward that keeps it, less those after one that does not."""
     make, batch_of = HUB[name]
     model, batch = make(), batch_of(2, 32)
     seen = observe(recorded(model, batch), 0)
@@ -62,7 +62,9 @@ def test_a_shared_bias_is_loose_and_counted_once() -> None:
     assert not any(key.startswith("decoder") for key in holders)
     # Two recomputed units hold it once.
     model = HUB["t5"][0]()
-    model.encoder.block.append(type(model.encoder.block[1])(model.config, has_relative_attention_bias=False, layer_idx=2))
+    model.encoder.block.append(
+        type(model.encoder.block[1])(model.config, has_relative_attention_bias=False, layer_idx=2)
+    )
     seen = observe(recorded(model, batch), 0)
     units = ["encoder.block.1.layer.0", "encoder.block.2.layer.0"]
     keep = alive_before_backward(model, batch, {})

@@ -129,7 +129,10 @@ def test_one_varying_dimension_is_trusted_after_six_sizes(lengths: tuple[int, ..
 def test_two_varying_dimensions_are_trusted_after_ten_sizes() -> None:
     """Batch and length, both random; with a part that does not scale with the batch."""
     generator = np.random.default_rng(3)
-    sizes = [{"batch": int(b), "ids:1": int(n)} for b, n in zip(*generator.integers((2, 20), (9, 200), (12, 2)).T, strict=True)]
+    sizes = [
+        {"batch": int(b), "ids:1": int(n)}
+        for b, n in zip(*generator.integers((2, 20), (9, 200), (12, 2)).T, strict=True)
+    ]
     assert first_trusted(sizes, law(), {"batch": 5, "ids:1": 101}) <= 10
 
 

@@ -13,7 +13,12 @@ def timeline(shared: tuple[SharedHold, ...] = ()) -> Timeline:
     return Timeline(
         units=("a", "a.part", "b"),
         parents=(-1, 0, -1),
-        options=(Option(0, "recompute", 3.0), Option(0, "lean", 1.0), Option(1, "recompute", 2.0), Option(2, "recompute", 4.0)),
+        options=(
+            Option(0, "recompute", 3.0),
+            Option(0, "lean", 1.0),
+            Option(1, "recompute", 2.0),
+            Option(2, "recompute", 4.0),
+        ),
         base_bytes=np.array([10, 60, 100, 70], dtype=np.int64),
         relief_bytes=np.array([[0, 40, 40, -5], [0, 15, 15, 0], [0, 20, 20, 0], [0, 0, 0, 0]], dtype=np.int64),
         shared=shared,
