@@ -90,9 +90,11 @@ class Estimator:
         if len(self._observed) > MAX_STRUCTURES:
             del self._observed[next(s for s in self._observed if s != structure)]
         if len(known) > MAX_OBSERVATIONS:
-            # Oldest first, but never the extremes, which span the range that is trusted.
-            extremes = {min(known), max(known)}
-            known.pop(next(k for k in known if k not in extremes))
+            # Oldest first, but never the extremes of a dimension, which span the range that is trusted.
+            ranges = [[known_key[i][1] for known_key in known] for i in range(len(key))]
+            low, high = [min(values) for values in ranges], [max(values) for values in ranges]
+            inner = (k for k in known if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
+            known.pop(next(inner, next(iter(known))))
         self._latest = structure
         self._fits.clear()
 

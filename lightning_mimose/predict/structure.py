@@ -261,7 +261,8 @@ class Structure:
             if place is None:
                 continue
             column = matrix[:, place].copy()
-            column[option] = -value[call.working]
+            # Its own saved tensors are due now; those of the unit's other calls are still spared.
+            column[option] -= value[call.working]
             more_base.append(own[call.backward_time] + int(value[call.before_backward]))
             more_columns.append(column)
             times.append(call.backward_time)

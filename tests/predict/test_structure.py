@@ -33,7 +33,7 @@ def resident_of(model: nn.Module, batch: Any, *, zeroes: bool = True, update: in
 def timeline_of(seen: Observation, resident: Resident, left_out: Iterable[str] = ()) -> Timeline:
     """The timeline of the observed step itself."""
     return seen.structure.timeline(
-        seen.values, resident, seconds_per_flop=1e-9, minimum_share=0.0, left_out=frozenset(left_out)
+        seen.values, resident, seconds_per_flop=1e-9, minimum_share=0.0, left_out=frozenset(left_out), inputs_die=True
     )
 
 
@@ -81,7 +81,7 @@ def plans(seen: Observation, timeline: Timeline, most: int) -> list[dict[str, st
 
 @pytest.mark.parametrize("name", ["text", "dict", "nested", "vision"])
 def test_peaks_of_tiny_models_are_the_measured_ones(name: str) -> None:
-    """Attention, dictionaries, a shared block called twice, BatchNorm: within 1 %."""
+    """Attention, dictionaries, a shared block called twice, BatchNorm: never 1 % too low, nor much too high."""
     make, batch_of = MODELS[name]
     # Large enough that a region's fixed few kilobytes do not matter.
     model, batch = make(), batch_of(32, 24) if name != "vision" else batch_of(32, 20, 20)
@@ -89,7 +89,9 @@ def test_peaks_of_tiny_models_are_the_measured_ones(name: str) -> None:
     timeline = timeline_of(seen, resident_of(model, batch))
     for actions in plans(seen, timeline, 8):
         model.zero_grad(set_to_none=True)
-        assert timeline.peak_bytes(actions) == pytest.approx(measured(model, batch, actions), rel=0.01), actions
+        true = measured(model, batch, actions)
+        # Above: a recomputation stops after its last saved tensor, a measured one runs to its end.
+        assert 0.99 * true <= timeline.peak_bytes(actions) <= 1.05 * true, actions
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -113,7 +115,10 @@ def test_old_gradients_are_alive_until_they_are_zeroed(zeroes: bool) -> None:
         model.zero_grad(set_to_none=True)
         model_loss(model, batch).backward()
         timeline = timeline_of(seen, resident_of(model, batch, zeroes=zeroes))
-        assert timeline.peak_bytes(actions) == pytest.approx(measured(model, batch, actions, zeroes=zeroes), rel=0.005)
+        predicted, truth = timeline.peak_bytes(actions), measured(model, batch, actions, zeroes=zeroes)
+        assert predicted >= 0.995 * truth
+        # New gradients are added to old ones and gone, one by one: at most a layer's are counted too many.
+        assert predicted <= 1.005 * truth + (0 if zeroes else storage_bytes(model.layers[0].mlp.parameters()))
 
 
 def test_the_optimizers_update_is_a_position() -> None:
