@@ -229,6 +229,13 @@ class Advisor:
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
 
+    def forget(self) -> None:
+        """What is trained has changed: nothing that was measured before holds any more."""
+        self.estimator = Estimator()
+        self.cache.clear()
+        self._actual_peaks.clear()
+        self._inputs_die = None
+
     def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
         """Learn what the allocator reserves beyond what is allocated; plans leave it free.
 

@@ -122,6 +122,7 @@ class Engine:
         self._costs: list[tuple[Optimizer, OptimizerCost]] = []
         self._entries: dict[int, int] = {}
         self._step: _Step | None = None
+        self._trained_bytes: int | None = None
         self._planned = 0
         self._warned = False
         self._verified = 0
@@ -234,6 +235,10 @@ class Engine:
         """
         began = time.perf_counter()
         size = self.advisor.tracker.observe(batch)
+        trained = self.ledger.gradient_capacity_bytes
+        if self._trained_bytes not in (None, trained):
+            self.advisor.forget()
+        self._trained_bytes = trained
         data = batch_bytes(batch)
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes(), zeroes_gradients, self._update_bytes(lasting))
@@ -353,8 +358,10 @@ class Engine:
         if not step.sheltered:
             plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
             if plan is not None and predicted is not None:
-                self.advisor.verify(step.size, step.resident, plan, predicted, peak)
-            if peak > self.budget_bytes and not self._warned:
+                # The prediction covers the whole step, of which the update is still to come.
+                whole = max(peak, step.resident.update_bytes)
+                self.advisor.verify(step.size, step.resident, plan, predicted, whole)
+            if predicted is not None and predicted <= self.budget_bytes < peak and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"A batch of {self.advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
