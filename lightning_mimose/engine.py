@@ -361,6 +361,7 @@ class Engine:
                 # The prediction covers the whole step, of which the update is still to come.
                 whole = max(peak, step.resident.update_bytes)
                 self.advisor.verify(step.size, step.resident, plan, predicted, whole)
+                self._verified += 1
             if predicted is not None and predicted <= self.budget_bytes < peak and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -369,7 +370,6 @@ class Engine:
                     "batches are planned with what was missing kept free.",
                     stacklevel=4,
                 )
-                self._verified += 1
             return
         if any("backward" in call.marks for call in trace.calls):
             self.advisor.learn(step.size, observe(trace, step.batch_bytes))
@@ -408,6 +408,7 @@ class Engine:
     def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
         what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
         if self.on_infeasible == "raise":
+            self.advisor.cache.clear()  # a loop that goes on after the error must be refused again, not find the plan
             self._refuse(resident.total_bytes, sure, what)
         warnings.warn(
             f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",

@@ -408,3 +408,14 @@ def test_the_engine_lets_go_of_the_model() -> None:
     gc.collect()
     assert gone() is None
     assert len(advisor.estimator) == 2
+
+
+def test_planned_steps_are_measured_only_at_first() -> None:
+    """Measuring costs time on CPU: after a few verified steps a step that fits runs without a meter."""
+    model = TinyText(layers=2)
+    with attached(model) as engine:
+        learnt(engine, texts())
+        records = [step(engine, text_batch(4, 44)) for _ in range(12)]
+    assert not any(record.sheltered for record in records)
+    assert records[0].measured_peak_bytes is not None
+    assert all(record.measured_peak_bytes is None for record in records[6:])
