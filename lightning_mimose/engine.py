@@ -122,7 +122,7 @@ class Engine:
         self._costs: list[tuple[Optimizer, OptimizerCost]] = []
         self._entries: dict[int, int] = {}
         self._step: _Step | None = None
-        self._trained_bytes: int | None = None
+        self._trained: tuple[bool, ...] | None = None
         self._planned = 0
         self._warned = False
         self._verified = 0
@@ -135,7 +135,7 @@ class Engine:
     def _held_bytes(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.memory_reserved(self.device))
-        return self.ledger.lasting_bytes() + self.ledger.gradient_bytes()
+        return self.ledger.lasting_bytes() + self.ledger.gradient_bytes
 
     # --- attaching --------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Engine:
         least = self._update_bytes(lasting)
         if least > self.budget_bytes and self.on_infeasible == "raise":
             self._refuse(
-                lasting + self.ledger.gradient_bytes(),
+                lasting + self.ledger.gradient_bytes,
                 least,
                 f"the optimizer's update alone needs {format_bytes(least)} (parameters, buffers and state "
                 f"{format_bytes(lasting)}, gradients {format_bytes(self.ledger.gradient_capacity_bytes)}, state still "
@@ -235,13 +235,13 @@ class Engine:
         """
         began = time.perf_counter()
         size = self.advisor.tracker.observe(batch)
-        trained = self.ledger.gradient_capacity_bytes
-        if self._trained_bytes not in (None, trained):
+        self.ledger.count_gradients()
+        if self._trained not in (None, self.ledger.trained):
             self.advisor.forget()
-        self._trained_bytes = trained
+        self._trained = self.ledger.trained
         data = batch_bytes(batch)
         lasting = self.ledger.lasting_bytes() + data
-        resident = Resident(lasting, self.ledger.gradient_bytes(), zeroes_gradients, self._update_bytes(lasting))
+        resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
         advice = self.advisor.advise(size, resident, data)
         if advice.infeasible:
             self._infeasible_by_prediction(size, resident)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.models import WORKLOADS, Batch, Workload
 from bench.running import budget_at, run
 from lightning_mimose import MimoseCallback
+from lightning_mimose.actions.caches import CacheSwitch
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.predict.timeline import Timeline
@@ -27,7 +28,7 @@ UNITS = {
     "gpt2": ["GPT2Block"],
     "llama": ["LlamaDecoderLayer"],
     "t5": ["T5LayerSelfAttention", "T5LayerCrossAttention", "T5LayerFF"],
-    "resnet": ["ResNetEmbeddings", "ResNetBasicLayer", "ResNetBottleNeckLayer"],
+    "resnet": ["ResNetEmbeddings", "ResNetBasicLayer"],
     "vit": ["ViTLayer"],
     "swin": ["SwinLayer"],
 }
@@ -71,8 +72,8 @@ def rows(names: list[str], steps: int, seed: int = 5) -> Iterator[dict[str, Any]
 
 def unit_flops(workload: Workload, batch: Batch, patterns: list[str]) -> dict[str, int]:
     """Operations that each unit's recomputation adds to a step, counted by running the step with it and without."""
-    model = workload.make()
-    session = Session()
+    model, session, caches = workload.make(), Session(), CacheSwitch()
+    caches.off(model)  # as in training: a block that is given a cache is not recomputed
     units = [unit for unit in find_units(model, patterns) if unit.shelter]
     for unit in units:
         patch_unit(unit, session)

@@ -148,6 +148,12 @@ class ResidentLedger:
         self._optimizers: tuple[Optimizer, ...] = ()
         self._state_entries = -1
         self._state_bytes = 0
+        self.gradient_bytes = 0
+        """Bytes of the gradients that existed when they were last counted."""
+        self.gradient_capacity_bytes = 0
+        """Bytes of all gradients once every trainable parameter has one."""
+        self.trained: tuple[bool, ...] | None = None
+        """Which parameters are trained, in order."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -155,6 +161,7 @@ class ResidentLedger:
         parameters = {id(p): p for p in self._model.parameters()}.values()
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
         self._parameters = [(p, p.numel() * p.element_size()) for p in parameters]
+        self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers whose state is resident."""
@@ -166,14 +173,13 @@ class ResidentLedger:
         """The optimizers that are watched."""
         return self._optimizers
 
-    @property
-    def gradient_capacity_bytes(self) -> int:
-        """Bytes of all gradients once every trainable parameter has one."""
-        return sum(size for parameter, size in self._parameters if parameter.requires_grad)
-
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now."""
-        return sum(size for parameter, size in self._parameters if parameter.grad is not None)
+    def count_gradients(self) -> None:
+        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
+        trained = tuple([parameter.requires_grad for parameter, _ in self._parameters])
+        if trained != self.trained:
+            self.trained = trained
+            self.gradient_capacity_bytes = sum(size for parameter, size in self._parameters if parameter.requires_grad)
+        self.gradient_bytes = sum([size for parameter, size in self._parameters if parameter.grad is not None])
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""

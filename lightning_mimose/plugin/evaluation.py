@@ -27,7 +27,8 @@ class EvaluationMeter:
         if engine.device.type == "cpu" and batch_idx:
             return
         self._stage = stage
-        self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes() + batch_bytes(batch)
+        engine.ledger.count_gradients()
+        self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + batch_bytes(batch)
         self._meter = make_meter(engine.device)
         self._meter.start()
 

@@ -54,6 +54,12 @@ class _Fit:
     low: Mapping[str, int]
     high: Mapping[str, int]
 
+    def covers(self, dims: Mapping[str, int]) -> bool:
+        """Whether all that differs from what the fit has seen is a dimension that varied there."""
+        return self.low.keys() == dims.keys() and all(
+            self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items()
+        )
+
 
 class Estimator:
     """Learns from observed steps; predicts others.
@@ -70,6 +76,7 @@ class Estimator:
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
         self._latest: Structure | None = None
+        self._rate: float | None = None
 
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
@@ -95,7 +102,7 @@ class Estimator:
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
             inner = (k for k in known if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, next(iter(known))))
-        self._latest = structure
+        self._latest, self._rate = structure, None
         self._fits.clear()
 
     def distrust(self) -> None:
@@ -116,9 +123,7 @@ class Estimator:
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
             fit = self._fit(structure, batch)
-            if fit is None or any(name not in dims for name in fit.basis.dims):
-                continue
-            if self._new_dimension(structure, batch, dims):
+            if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
             prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims))
@@ -126,17 +131,6 @@ class Estimator:
                 return prediction
             best = best or prediction
         return best
-
-    def _new_dimension(self, structure: Structure, batch: int | None, dims: Mapping[str, int]) -> bool:
-        """Whether a dimension that was constant in everything the fit has seen has another value now."""
-        for key in self._selected(structure, batch):
-            seen = dict(key)
-            return seen.keys() != dims.keys() or any(
-                seen[name] != value
-                for name, value in dims.items()
-                if all(dict(other)[name] == seen[name] for other in self._selected(structure, batch))
-            )
-        return True
 
     def _selected(self, structure: Structure, batch: int | None) -> list[tuple[tuple[str, int], ...]]:
         return [key for key in self._observed[structure] if batch is None or dict(key).get("batch") == batch]
@@ -167,14 +161,15 @@ class Estimator:
 
     def seconds_per_flop(self) -> float:
         """Rate of recomputation on this device, over all that was measured; a guess before."""
-        seconds = flops = 0.0
-        for structure, known in self._observed.items():
-            for values in known.values():
-                for call in structure.calls:
-                    if call.region:
-                        seconds += float(values[call.seconds])
-                        flops += float(values[call.flops])
-        return seconds / flops if flops and seconds else 1e-11
+        if self._rate is None:
+            seconds = flops = 0.0
+            for structure, known in self._observed.items():
+                regions = [call for call in structure.calls if call.region]
+                for values in known.values():
+                    seconds += float(values[[call.seconds for call in regions]].sum())
+                    flops += float(values[[call.flops for call in regions]].sum())
+            self._rate = seconds / flops if flops and seconds else 1e-11
+        return self._rate
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

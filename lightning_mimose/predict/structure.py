@@ -136,6 +136,14 @@ class Structure:
     batch: int
     columns: int
 
+    def __hash__(self) -> int:
+        """Computed once: a step of a large model has thousands of parts."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.units, self.parents, self.calls, self.positions, self.loose, self.batch, self.columns))
+
     def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """What predictions are judged by.
 

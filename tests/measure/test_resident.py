@@ -219,10 +219,11 @@ def test_the_ledger_counts_parameters_buffers_state_and_gradients() -> None:
     ledger.watch([optimizer])
     parameters, buffers = (64 + 16) * 4, 16 * 4 + 8
     assert ledger.lasting_bytes() == parameters + buffers + 100
-    assert ledger.gradient_bytes() == 0
+    assert ledger.gradient_bytes == 0
     assert ledger.gradient_capacity_bytes == parameters
     model(torch.randn(4, 8)).sum().backward()
-    assert ledger.gradient_bytes() == parameters
+    ledger.count_gradients()
+    assert ledger.gradient_bytes == parameters
     optimizer.step()
     assert ledger.state_bytes() == parameters
     assert ledger.lasting_bytes() == 2 * parameters + buffers + 100
