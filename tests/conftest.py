@@ -16,12 +16,24 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 import lightning.pytorch as pl
 import torch
 
+from tests.helpers.conformance import Conformance
+
 # What Lightning and torch set on purpose and leave: a seed, the launcher's variables. Each is taken away again below.
 ALLOWED_VARIABLES = frozenset(
     {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG", "PYTEST_CURRENT_TEST", "KINETO_LOG_LEVEL"}
     | {"LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "OMP_NUM_THREADS"}
     | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"}
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the switch that writes the table of conformance."""
+    parser.addoption("--conformance", action="store_true", help="write docs/conformance.md from the tests that pass")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collects the table's rows."""
+    config.pluginmanager.register(Conformance(config))
 
 
 @pytest.fixture(autouse=True)
