@@ -3,6 +3,7 @@
 Importing this package registers the strategy names "mimose" and "mimose_ddp" and does nothing else.
 """
 
+from lightning_mimose.actions.again import is_recomputing
 from lightning_mimose.errors import (
     BudgetError,
     BudgetInfeasibleError,
@@ -42,6 +43,7 @@ __all__ = [
     "StepRecord",
     "UnitsError",
     "UnsupportedError",
+    "is_recomputing",
 ]
 
 register()

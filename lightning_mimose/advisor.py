@@ -30,6 +30,8 @@ MINIMUM_UNIT_SHARE = 1e-4
 """Units that save less than this share of the activation peak are left alone."""
 MISSED_SHARE = 0.008
 """A planned step that misses its prediction by more says that the fit is not what it seemed."""
+OUT_OF_MEMORY_SHARE = 0.05
+"""Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -50,6 +52,25 @@ class Advice:
     predicted_peak_bytes: int | None
     cache_hit: bool
     infeasible: bool = False
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What is alive at the peak of a step.
+
+    Attributes:
+        retained_bytes: Outermost unit that is kept -> what it keeps for backward.
+        transient_bytes: The rest, besides what is resident.
+        peak_bytes: All of it.
+        position: Where the peak is.
+        least_bytes: The peak under the most saving plan.
+    """
+
+    retained_bytes: Mapping[str, int]
+    transient_bytes: int
+    peak_bytes: int
+    position: str
+    least_bytes: int
 
 
 class Advisor:
@@ -189,6 +210,45 @@ class Advisor:
             self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
         return self._actual_peaks[slot]
 
+    def leave_out(self, units: set[str]) -> None:
+        """Plan without some units, from now on."""
+        if units != self.left_out:
+            self.left_out = set(units)
+            self.cache.clear()
+            self._actual_peaks.clear()
+
+    def most_saving(self, size: BatchSize, resident: Resident) -> Advice:
+        """The plan with the least peak, as far as it is known; no plan means the shelter."""
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None or not prediction.trusted:
+            return Advice(None, None, False)
+        plan = self._least(self._timeline(prediction, resident))
+        return Advice(plan, plan.predicted_peak_bytes, False)
+
+    def holds(self, size: BatchSize, resident: Resident, actions: Mapping[str, str]) -> Holds | None:
+        """Where memory goes at the peak of a batch's step; None before anything is known about its size."""
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            return None
+        timeline = self._timeline(prediction, resident)
+        known = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
+        level = timeline.level_bytes(timeline.chosen(known))
+        peak = int(level.argmax())
+        retained = {
+            timeline.units[option.unit]: int(timeline.relief_bytes[index, peak])
+            for index, option in enumerate(timeline.options)
+            if timeline.units[option.unit] not in known and timeline.parents[option.unit] < 0
+        }
+        retained = {unit: size for unit, size in retained.items() if size > 0}
+        used = int(level[peak])
+        return Holds(
+            retained,
+            max(0, used - resident.total_bytes - sum(retained.values())),
+            used,
+            timeline.labels[peak],
+            min(self.sure_bytes(timeline), self._least(timeline).predicted_peak_bytes),
+        )
+
     # --- learning ---------------------------------------------------------------------------------------------
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
@@ -228,6 +288,12 @@ class Advisor:
                 return
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
+
+    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
+        """The device had less than was planned with: keep a share of the budget free for a while."""
+        if predicted_bytes is not None:
+            self._surplus_bytes = max(self._surplus_bytes, int(OUT_OF_MEMORY_SHARE * self.budget_bytes))
+        self.cache.clear()
 
     def forget(self) -> None:
         """What is trained has changed: nothing that was measured before holds any more."""

@@ -20,10 +20,17 @@ from torch.optim import Optimizer
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers
 from lightning_mimose.actions.patch import is_patched, unpatch
+from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
-from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
+from lightning_mimose.errors import (
+    BudgetInfeasibleError,
+    DeviceMemoryError,
+    RecomputeError,
+    UnitsError,
+    UnsupportedError,
+)
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
@@ -53,12 +60,16 @@ class _Step:
     batch_bytes: int
     actions: Mapping[str, str]
     planning_seconds: float
+    accumulates: bool
+    known: Sequence[torch.Tensor]
     recorder: StepRecorder | None = None
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     measuring: bool = False
     updating: bool = False
+    retried: bool = False
+    in_backward: bool = False
 
     @property
     def sheltered(self) -> bool:
@@ -124,6 +135,8 @@ class Engine:
         self._step: _Step | None = None
         self._trained: tuple[bool, ...] | None = None
         self._planned = 0
+        self._left_out: set[str] = set()
+        self._told: set[str] = set()
         self._warned = False
         self._verified = 0
 
@@ -170,10 +183,28 @@ class Engine:
         self._patched = tuple(usable)
         for unit in usable:
             patch_unit(unit, self.session)
-        # Its statistics are reduced over all ranks: every rank would have to recompute it in the same steps.
-        left_out |= {u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())}
-        self.advisor.left_out = left_out
-        self.advisor.shelter = {u.name: "recompute" for u in usable if u.shelter and u.name not in left_out}
+        self._left_out = left_out
+        self.session.parts = {
+            unit.name: [part.name for part in self.units if part.parent == index and part.name not in left_out]
+            for index, unit in enumerate(self.units)
+        }
+        # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
+        synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
+        self.refuse(dict.fromkeys(synced, COLLECTIVE))
+        self._take_refusals()
+
+    def _take_refusals(self) -> None:
+        """Let plans and shelter do without the units that turned out not to be repeatable."""
+        self.advisor.leave_out(self._left_out | self.session.refused.keys())
+        cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
+        self.advisor.shelter = self.session.standing(cut)
+        by_reason: dict[str, list[str]] = {}
+        for unit in [name for name in self.session.refused if name not in self._told]:
+            self._told.add(unit)
+            by_reason.setdefault(self.session.refused[unit], []).append(unit)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            self.advisor.announce(f"mimose: never recomputed: {', '.join(names[:3])}{more} ({reason})")
 
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
@@ -220,7 +251,15 @@ class Engine:
 
     # --- one step ---------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: Any, *, batch_idx: int = 0, epoch: int = 0, zeroes_gradients: bool = True) -> None:
+    def begin_step(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int = 0,
+        epoch: int = 0,
+        zeroes_gradients: bool = True,
+        accumulates: bool = False,
+    ) -> None:
         """Choose a plan for a batch and put it in force, before its forward.
 
         Args:
@@ -228,6 +267,7 @@ class Engine:
             batch_idx: Index in the epoch, for the record.
             epoch: Index of the epoch, for the record.
             zeroes_gradients: Whether gradients of the last step are set to None before this step's backward.
+            accumulates: Whether this step's backward adds to gradients that are there.
 
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
@@ -246,12 +286,17 @@ class Engine:
         if advice.infeasible:
             self._infeasible_by_prediction(size, resident)
         actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
-        self._step = step = _Step(size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began)
-        if step.sheltered or self._measures_planned_step(advice):
+        known = resident_tensors(self.model, batch) if advice.plan is None else ()
+        self._step = _Step(
+            size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
+        )
+        self._arm(self._step)
+
+    def _arm(self, step: _Step) -> None:
+        if step.sheltered or self._measures_planned_step():
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
-            known = resident_tensors(self.model, batch) if step.sheltered else ()
-            step.recorder = StepRecorder(self.device, known, step.gradients)
-        self.session.arm(actions, step.recorder if step.sheltered else None)
+            step.recorder = StepRecorder(self.device, step.known, step.gradients)
+        self.session.arm(step.actions, None)
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -263,16 +308,29 @@ class Engine:
         if step is not None and step.recorder is not None and not step.measuring:
             step.measuring = True
             step.recorder.start()
+            if step.sheltered:
+                self.session.record(step.recorder)
 
-    def _measures_planned_step(self, advice: Advice) -> bool:
+    def _measures_planned_step(self) -> bool:
         if self.device.type != "cpu" or self._planned % MEASURE_EVERY == 0:
             return True
         return self._verified < VERIFIED_STEPS
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
-        """The forward is done and gradients are zeroed; backward begins."""
+        """The forward is done and gradients are zeroed; backward begins.
+
+        Raises:
+            RecomputeError: The input of a unit that is to be recomputed was changed in place after its forward.
+        """
         step = self._step
-        if step is None or step.gradients is None or step.updating:
+        if step is None or step.updating:
+            return
+        changed = self.session.changed_inputs()
+        if changed:
+            self.refuse(changed)
+            raise RecomputeError(changed)
+        step.in_backward = True
+        if step.gradients is None:
             return
         if step.recorder is not None and step.measuring:
             step.gradients.begin_backward()
@@ -308,6 +366,7 @@ class Engine:
             self._finish_update(step)
         else:
             self._finish_measuring(step)
+        actions = dict(self.session.actions)
         self._clear(step)
         self._planned += not step.sheltered
         return StepRecord(
@@ -317,13 +376,13 @@ class Engine:
             size=self.advisor.tracker.named(step.size),
             sheltered=step.sheltered,
             cache_hit=step.advice.cache_hit,
-            retried=False,
+            retried=step.retried,
             budget_bytes=self.budget_bytes,
             resident_bytes=step.resident.total_bytes,
             predicted_peak_bytes=step.advice.predicted_peak_bytes,
             measured_peak_bytes=step.measured_peak_bytes,
             reserved_peak_bytes=step.reserved_peak_bytes,
-            actions=dict(step.actions),
+            actions=actions,
             planning_seconds=step.planning_seconds,
         )
 
@@ -343,6 +402,8 @@ class Engine:
         step.recorder = step.gradients = None
         self.session.disarm()
         self._step = None
+        if len(self.session.refused) != len(self._told):
+            self._take_refusals()
 
     def _finish_measuring(self, step: _Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept."""
@@ -395,6 +456,96 @@ class Engine:
             self.advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)
         return peak
 
+    # --- running a step again ---------------------------------------------------------------------------------
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way whose update has not begun."""
+        return self._step is not None and not self._step.updating
+
+    def in_backward(self) -> bool:
+        """Whether the step that is running has begun its backward."""
+        return self._step is not None and self._step.in_backward
+
+    @property
+    def learning(self) -> bool:
+        """Whether the step that is running is one of those in which things are learnt."""
+        return self._step is not None and self._step.sheltered
+
+    @property
+    def gradients(self) -> Literal["freed", "zeroed", "kept"]:
+        """What becomes of older gradients before this step's backward."""
+        if self._step is None or self._step.accumulates:
+            return "kept"
+        return "freed" if self._step.resident.zeroes_gradients else "zeroed"
+
+    @property
+    def latest_region(self) -> str | None:
+        """The unit that was recomputed last."""
+        return self.session.latest
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Never recompute some units."""
+        self.session.refuse(reasons)
+
+    def again(self, *, leaner: bool, why: str) -> bool:
+        """Make the step that failed ready to run again.
+
+        Args:
+            leaner: Whether it needs the most saving plan, and not just one without the units refused meanwhile.
+            why: What happened, for the log.
+
+        Returns:
+            Whether it may; not if it ran under the most saving plan already.
+        """
+        step = self._step
+        if step is None:
+            return False
+        before = dict(self.session.actions)
+        if step.recorder is not None and step.measuring:
+            step.recorder.stop()
+        if step.gradients is not None:
+            step.gradients.close()
+        step.recorder, step.gradients, step.measuring, step.in_backward, step.retried = None, None, False, False, True
+        self._take_refusals()
+        if leaner:
+            self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
+        step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
+        step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)
+        if leaner and step.actions == before:
+            return False
+        self.advisor.announce(
+            f"mimose: batch {step.batch_idx} ({_dims(self.advisor.tracker.named(step.size))}) runs again with "
+            f"{len(step.actions)} units recomputed: {why}"
+        )
+        self._arm(step)
+        return True
+
+    def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:
+        """What to raise when the device is out of memory and the step cannot run again: where the memory went."""
+        step = self._step
+        resident = step.resident.total_bytes if step is not None else self.ledger.lasting_bytes()
+        holds = self.advisor.holds(step.size, step.resident, self.session.actions) if step is not None else None
+        retained = holds.retained_bytes if holds is not None else {}
+        largest = sorted(retained.items(), key=lambda item: -item[1])[:5]
+        where = [f"resident {format_bytes(resident)}"]
+        if holds is not None:
+            kept = ", ".join(f"{unit} {format_bytes(size)}" for unit, size in largest)
+            where.append(f"retained by units {format_bytes(sum(retained.values()))}" + (f" ({kept})" if kept else ""))
+            where.append(f"transient and between units {format_bytes(holds.transient_bytes)}")
+            where.append(f"predicted peak {format_bytes(holds.peak_bytes)} at {holds.position}")
+        least = holds.least_bytes if holds is not None else None
+        fits = f"The most saving plan needs {format_bytes(least)} for this batch. " if least is not None else ""
+        return DeviceMemoryError(
+            f"{self.memory.description} ran out of memory under a budget of {format_bytes(self.budget_bytes)}: "
+            f"{'; '.join(where)}. {hint} {fits}Give a smaller budget (what other processes hold is not there), use "
+            f"smaller batches, or an optimizer with less state. The device said: {str(error).splitlines()[0]}",
+            budget_bytes=self.budget_bytes,
+            resident_bytes=resident,
+            retained_bytes=retained,
+            smallest_feasible_bytes=least,
+        )
+
     # --- refusing ---------------------------------------------------------------------------------------------
 
     def _infeasible_by_prediction(self, size: BatchSize, resident: Resident) -> None:
@@ -442,6 +593,10 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
             "pass actions=['recompute']."
         )
     return tuple(actions)
+
+
+def _dims(named: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in named.items())
 
 
 def _related(one: str, other: str) -> bool:

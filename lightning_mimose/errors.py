@@ -6,12 +6,18 @@
     ├── UnitsError               unit patterns that match nothing, or a model with nothing to plan
     ├── SizeError                a batch without tensors, or whose structure changed between batches
     ├── PlanError                a forced plan that names unknown units, actions, or nested units
+    ├── RecomputeError           a unit that cannot be repeated, in a step that cannot be run again
+    ├── DeviceMemoryError        the device ran out of memory all the same; also a torch.OutOfMemoryError
     └── UnsupportedError         a strategy or setting that the package refuses, by name
 
 A message says what was asked, what was found and what to change, with numbers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
 
 
 class MimoseError(Exception):
@@ -50,6 +56,48 @@ class SizeError(MimoseError, TypeError):
 
 class PlanError(MimoseError, ValueError):
     """A forced plan that names unknown units or actions, or acts on a unit and its ancestor at once."""
+
+
+class RecomputeError(MimoseError):
+    """A unit turned out not to be repeatable after its forward had run, in a step that cannot run again.
+
+    Attributes:
+        reasons: Unit -> why it cannot be recomputed.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        told = "; ".join(f"{unit!r}: {reason}" for unit, reason in reasons.items())
+        super().__init__(
+            f"Recomputed units cannot be repeated: {told}. They are left alone from now on, but this step could not be "
+            f"run again. Leave them out from the start: units=[...] names the ones to plan."
+        )
+        self.reasons = dict(reasons)
+
+
+class DeviceMemoryError(MimoseError, torch.OutOfMemoryError):
+    """The device ran out of memory in spite of the plan, and the step cannot be run again.
+
+    Attributes:
+        budget_bytes: The budget.
+        resident_bytes: What was resident before the step.
+        retained_bytes: Unit -> bytes that it keeps for backward under the plan, where known.
+        smallest_feasible_bytes: What this batch needs under the most saving plan, where known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        resident_bytes: int,
+        retained_bytes: Mapping[str, int],
+        smallest_feasible_bytes: int | None,
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.resident_bytes = resident_bytes
+        self.retained_bytes = dict(retained_bytes)
+        self.smallest_feasible_bytes = smallest_feasible_bytes
 
 
 class UnsupportedError(MimoseError):

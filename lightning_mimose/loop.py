@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.advisor import PlannerChoice
+from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
 from lightning_mimose.plan import Plan
 from lightning_mimose.report.record import History, StepRecord
@@ -31,6 +32,8 @@ class Mimose:
         actions: Names of the actions plans may use; None for those that pay.
         planner: "auto", "exact", "greedy" (the paper's), or a callable (timeline, budget_bytes) -> plan.
         on_infeasible: "raise", or "warn" to go on with the most saving plan.
+        on_oom: "retry" runs a step that is out of memory all the same again, under the most saving plan and as if it
+            had not begun; "raise" says where the memory went.
 
     Example:
         >>> import torch
@@ -57,6 +60,7 @@ class Mimose:
         actions: Sequence[str] | None = None,
         planner: PlannerChoice = "auto",
         on_infeasible: Literal["raise", "warn"] = "raise",
+        on_oom: Literal["retry", "raise"] = "retry",
     ) -> None:
         self._model: nn.Module | None = model
         self._optimizer = optimizer
@@ -75,6 +79,9 @@ class Mimose:
         self._units = tuple(unit.name for unit in self._engine.units)
         self._engine.watch([optimizer] if optimizer is not None else [])
         self._engine.attach()
+        self._attempts: Attempts | None = Attempts(
+            self._engine, model, list(model.parameters()), self._engine.device, retry=on_oom == "retry"
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -94,29 +101,36 @@ class Mimose:
 
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget. No update was made.
+            DeviceMemoryError: The device is out of memory under the most saving plan. No update was made.
         """
-        engine, model = self._engine, self._model
-        if engine is None or model is None:
+        engine, model, attempts = self._engine, self._model, self._attempts
+        if engine is None or model is None or attempts is None:
             raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
-        try:
-            engine.begin_step(batch)
+        loss_fn, optimizer = self._loss_fn, self._optimizer
+
+        def once() -> torch.Tensor:
             engine.begin_forward()
-            loss = self._loss_fn(model, batch)
+            loss = loss_fn(model, batch)
             model.zero_grad(set_to_none=True)
-            if self._optimizer is not None:  # it may hold parameters of the loss that the model does not
-                self._optimizer.zero_grad(set_to_none=True)
+            if optimizer is not None:  # it may hold parameters of the loss that the model does not
+                optimizer.zero_grad(set_to_none=True)
             engine.begin_backward(loss)
             loss.backward()
+            return loss.detach()
+
+        try:
+            engine.begin_step(batch)
+            loss = attempts.run(once)
             engine.before_update()
-            if self._optimizer is not None:
-                self._optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
             record = engine.end_step()
         except BaseException:
             engine.abort_step()
             raise
         if record is not None:
             self._history.add(record)
-        return loss.detach()
+        return loss
 
     def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
         """The plan that a batch (or named dimensions) would get, under this budget or another one in bytes."""
@@ -134,7 +148,7 @@ class Mimose:
         """Leave the model as it was. Records, plans and the report stay available."""
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._model = self._optimizer = None
+        self._engine = self._model = self._optimizer = self._attempts = None
 
     def __enter__(self) -> Mimose:
         return self

@@ -72,7 +72,7 @@ def rows(names: list[str], steps: int, seed: int = 5) -> Iterator[dict[str, Any]
 
 def unit_flops(workload: Workload, batch: Batch, patterns: list[str]) -> dict[str, int]:
     """Operations that each unit's recomputation adds to a step, counted by running the step with it and without."""
-    model, session, caches = workload.make(), Session(), CacheSwitch()
+    model, session, caches = workload.make(), Session(proves=False), CacheSwitch()
     caches.off(model)  # as in training: a block that is given a cache is not recomputed
     units = [unit for unit in find_units(model, patterns) if unit.shelter]
     for unit in units:

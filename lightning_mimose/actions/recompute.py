@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.state import Saved, WrittenState
 
 
@@ -37,13 +38,16 @@ class RegionObserver(Protocol):
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
 
 
-def can_recompute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a region could be given the same arguments again.
+def opaque_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The class of an argument that could not be given to a region again, if there is one.
 
     An object that pytree cannot take apart may be changed by whoever holds it before backward, and the recomputation
     would then see other tensors, of the same shapes and with no error.
     """
-    return all(isinstance(leaf, (torch.Tensor, *_PLAIN)) or callable(leaf) for leaf in tree_leaves((args, kwargs)))
+    for leaf in tree_leaves((args, kwargs)):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
+            return type(leaf).__name__
+    return None
 
 
 def recompute(
@@ -91,7 +95,7 @@ def recompute(
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
-        with state.restored(before), observer.recompute_run() if observer else nullcontext():
+        with state.restored(before), running_again(), observer.recompute_run() if observer else nullcontext():
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.patch import Handler, patch
-from lightning_mimose.actions.recompute import RegionObserver, can_recompute, recompute
+from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove
+from lightning_mimose.actions.recompute import RegionObserver, opaque_arguments, recompute
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.units import Unit
@@ -26,27 +31,75 @@ class Session:
         recorder: Records the units' calls, in the steps that learn.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         foreign: Whether units were seen inside somebody else's checkpoint.
+        parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
+        refused: Unit name -> why it is never recomputed, over all steps.
+        trial: The run beside the step that a unit is proven by, while it lasts.
+        given: What this step's regions were given: (unit, tensor, version then).
+        latest: The unit that was recomputed last.
+        proves: Whether units are proven before they are recomputed for the first time.
     """
 
     armed: bool = False
-    actions: Mapping[str, str] = field(default_factory=dict)
+    actions: dict[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
     inside: int = 0
     foreign: bool = False
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    trial: Trial | None = None
+    given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    latest: str | None = None
+    proves: bool = True
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
-        self.actions, self.recorder, self.inside = actions, recorder, 0
-        self.armed = bool(actions) or recorder is not None
+        self.recorder, self.inside, self.trial = recorder, 0, None
+        self.given.clear()
+        self.latest = None
+        self.actions = self.standing(actions)
+        self.armed = bool(self.actions) or recorder is not None
+
+    def record(self, recorder: StepRecorder) -> None:
+        """Record the units' calls from now on."""
+        self.recorder, self.armed = recorder, True
 
     def disarm(self) -> None:
         """Let every unit run its own forward again."""
-        self.armed, self.recorder, self.inside = False, None, 0
+        self.armed, self.recorder, self.inside, self.trial = False, None, 0, None
+        self.given.clear()
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Never recompute some units; the parts of those that were to be recomputed in this step take their place."""
+        for name, reason in reasons.items():
+            self.refused.setdefault(name, reason)
+        self.actions = self.standing(self.actions)
+
+    def standing(self, actions: Mapping[str, str]) -> dict[str, str]:
+        """Actions without refused units, whose parts stand in for them."""
+        found: dict[str, str] = {}
+        waiting = list(reversed(list(actions.items())))
+        while waiting:
+            name, action = waiting.pop()
+            if name in self.refused:
+                waiting.extend((part, action) for part in reversed(self.parts.get(name, ())))
+            else:
+                found[name] = action
+        return found
+
+    def changed_inputs(self) -> dict[str, str]:
+        """Units whose input was changed after their forward, and so cannot be given to them again."""
+        changed = {}
+        for name, ref, version in self.given:
+            tensor = ref()
+            if tensor is not None and tensor._version != version:
+                changed[name] = CHANGES_INPUT
+        return changed
 
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
     name, state = unit.name, WrittenState(unit.module)
+    compiled = _has_compiled_code(unit.module)
 
     def make(original: Callable[..., Any]) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,17 +107,43 @@ def patch_unit(unit: Unit, session: Session) -> None:
             # saves as much as any.
             if not session.armed or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            if session.trial is not None:
+                return session.trial.nested(name, state, original, args, kwargs)
             recorder = session.recorder
             if not session.inside and not (recorder is not None and recorder.replaying):
                 if _out_of_reach(name, session):
                     return original(*args, **kwargs)
-                if session.actions.get(name) == "recompute" and can_recompute(args, kwargs):
+                wanted = session.actions.get(name) == "recompute"
+                if wanted and _may_recompute(name, original, args, kwargs, state, session, compiled):
                     return _recomputed(name, original, args, kwargs, state, session)
             return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
 
         return handle
 
     patch(unit.module, make)
+
+
+def _may_recompute(
+    name: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    session: Session,
+    compiled: bool,
+) -> bool:
+    """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
+    opaque = opaque_arguments(args, kwargs)
+    if opaque:
+        session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
+    elif session.proves and not state.known():
+
+        def enter(trial: Trial | None) -> None:
+            session.trial = trial
+
+        with session.recorder.aside() if session.recorder is not None else nullcontext():
+            session.refuse(prove(name, original, args, kwargs, state, enter, watch=not compiled))
+    return name not in session.refused
 
 
 def _recomputed(
@@ -78,10 +157,18 @@ def _recomputed(
     recorder = session.recorder
     region = recorder.region(name, args, kwargs) if recorder is not None else None
     observer: RegionObserver | None = region
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+            session.given.append((name, weakref.ref(leaf), leaf._version))
     out: Any = None
+
+    def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        session.latest = name
+        return original(*inner_args, **inner_kwargs)
+
     session.inside += 1
     try:
-        out = recompute(original, args, kwargs, state, observer)
+        out = recompute(tracked, args, kwargs, state, observer)
     finally:
         session.inside -= 1
         if region is not None:
@@ -89,10 +176,19 @@ def _recomputed(
     return out
 
 
+def _has_compiled_code(module: nn.Module) -> bool:
+    return any(
+        type(inner).__name__ == "OptimizedModule" or getattr(inner, "_compiled_call_impl", None) is not None
+        for inner in module.modules()
+    )
+
+
 def _out_of_reach(name: str, session: Session) -> bool:
     """Whether a call is no business of the plan's: it is in somebody else's transform, region or recomputation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True  # torch.func refuses saved-tensor hooks
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return True  # and so does whoever switched them off
     if torch._C._current_graph_task_id() != -1:
         return True  # a forward inside a backward pass runs a region again, which must save what it saved before
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,25 +1,44 @@
-"""State that a forward writes: found by content, put back around a recomputation.
+"""State that a forward writes: found by identity and content, put back around a recomputation.
 
 BatchNorm's running statistics change with no change of `_version`, `.data` writes bump nothing, and
 `self.buffer = ...` replaces the object: so identity and content are compared, once per unit and mode. State is
-every buffer and every tensor that is a plain attribute and needs no gradient (one that does is an activation).
+every buffer and every plain attribute of the module and its submodules (counters, lists, metrics, generators), and
+the generators of `random` and NumPy. A tensor that requires a gradient is an activation, not state.
 """
 
 from __future__ import annotations
 
+import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-Saved = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-"""(owner, name of the buffer or attribute, the object, a copy of its content)"""
+from lightning_mimose.actions.contents import content_of, put_content, same_content
+
+_NO_STATE = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
+"""What every module has for torch's own purposes, and what patching adds."""
+
+
+class Entry(NamedTuple):
+    """One piece of state: where it is found (a generator of the process has no owner), the object, its content."""
+
+    owner: nn.Module | None
+    name: str
+    value: Any
+    content: Any
+
+
+Saved = list[Entry]
+Place = tuple["weakref.ref[nn.Module] | None", str]
 
 
 class WrittenState:
-    """The tensors that a unit's forward writes, learnt the first time it runs in each mode.
+    """The state that a unit's forward writes, learnt the first time it runs in each mode.
 
     A norm that was frozen in eval mode writes nothing, until somebody switches it to training. The module is not
     kept alive.
@@ -28,32 +47,31 @@ class WrittenState:
     def __init__(self, module: nn.Module) -> None:
         self._modules = [weakref.ref(inner) for inner in module.modules()]
         self._mode: tuple[bool, ...] = ()
-        self._written: dict[tuple[bool, ...], list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._written: dict[tuple[bool, ...], list[Place]] = {}
+
+    def known(self) -> bool:
+        """Whether a forward in the present mode was seen before."""
+        return self._look_at_mode()[1] in self._written
+
+    def _look_at_mode(self) -> tuple[list[nn.Module], tuple[bool, ...]]:
+        inside = [module for ref in self._modules if (module := ref()) is not None]
+        return inside, tuple([module.training for module in inside])
 
     def before_forward(self) -> Saved:
         """Copy what the forward may write (all there is until it is known which it does)."""
-        inside = [module for ref in self._modules if (module := ref()) is not None]
-        self._mode = tuple([module.training for module in inside])
+        inside, self._mode = self._look_at_mode()
         known = self._written.get(self._mode)
-        if known is None:
-            found = ((owner, name) for owner in inside for name in [*owner._buffers, *vars(owner)])
-        else:
-            found = ((owner, name) for ref, name in known if (owner := ref()) is not None)
-        return [
-            (owner, name, tensor, tensor.detach().clone())
-            for owner, name in found
-            if (tensor := _look(owner, name)) is not None
-        ]
+        return copy_all(inside) if known is None else copy_places(known)
 
     def after_forward(self, before: Saved) -> Saved:
-        """Learn which tensors were written; returns their copies from before the forward.
+        """Learn what was written; returns its copies from before the forward.
 
-        If one tensor of the unit is written, all that were seen written stay watched from then on.
+        If one piece of the unit's state is written, all that were seen written stay watched from then on.
         """
         if self._mode in self._written:
             return before
-        changed = [entry for entry in before if _look(entry[0], entry[1]) is not entry[2] or not _same(*entry[2:])]
-        self._written[self._mode] = [(weakref.ref(owner), name) for owner, name, _, _ in changed]
+        changed = changes(before) + appeared(self._look_at_mode()[0], before)
+        self._written[self._mode] = places(changed)
         return changed
 
     @contextmanager
@@ -62,34 +80,109 @@ class WrittenState:
         if not before:
             yield
             return
-        now = [
-            (owner, name, tensor, tensor.detach().clone())
-            for owner, name, _, _ in before
-            if (tensor := _look(owner, name)) is not None
-        ]
-        _put_back(before)
+        now = copy_places(places(before), activations=True)
+        put_back(before)
         try:
             yield
         finally:
-            _put_back(now)
+            put_back(now)
 
 
-def _look(owner: nn.Module, name: str) -> torch.Tensor | None:
-    """The buffer or plain attribute of a name, if it is a tensor that holds state."""
-    value = owner._buffers[name] if name in owner._buffers else vars(owner).get(name)
-    return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
+def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, str, Any]]:
+    """Everything that may be state of some modules: (owner, name, value)."""
+    for owner in modules:
+        for name, value in [*owner._buffers.items(), *vars(owner).items()]:
+            if name not in _NO_STATE and not _is_activation(value):
+                yield owner, name, value
+    for name, value in _generators().items():
+        yield None, name, value
 
 
-def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    # NaN is unequal to itself and then counts as written, which is safe.
-    return tensor.shape == copy.shape and torch.equal(tensor.detach(), copy)
+def copy_all(modules: Sequence[nn.Module]) -> Saved:
+    """Copies of everything that may be state of some modules."""
+    return [Entry(owner, name, value, content_of(value)) for owner, name, value in state_of(modules)]
 
 
-def _put_back(saved: Saved) -> None:
-    for owner, name, tensor, content in saved:
-        if name in owner._buffers:
-            owner._buffers[name] = tensor
-        else:
-            vars(owner)[name] = tensor
-        # `.data` leaves the version counter alone: autograd may have saved this very tensor for backward.
-        tensor.data.copy_(content)
+def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: bool = True) -> Saved:
+    """Copies of the state found at some places now.
+
+    Args:
+        known: The places.
+        activations: Whether to note activations too, which stay alive as long as the copy.
+        tensors: Whether to copy the content of tensors.
+    """
+    entries = []
+    for ref, name in known:
+        owner = ref() if ref is not None else None
+        if ref is None or owner is not None:
+            value = _look(owner, name)
+            if not _is_activation(value):
+                wanted = tensors or not isinstance(value, torch.Tensor)
+                entries.append(Entry(owner, name, value, content_of(value) if wanted else None))
+            elif activations:
+                entries.append(Entry(owner, name, value, None))
+    return entries
+
+
+def changes(before: Saved) -> Saved:
+    """The entries whose object or content is another one now."""
+    return [
+        entry
+        for entry in before
+        if (value := _look(entry.owner, entry.name)) is not entry.value or not same_content(value, entry.content)
+    ]
+
+
+def appeared(modules: Sequence[nn.Module], before: Saved) -> Saved:
+    """Entries for attributes that were not there when everything was copied."""
+    known = {(id(entry.owner), entry.name) for entry in before}
+    return [
+        Entry(owner, name, _ABSENT, None)
+        for owner in modules
+        for name, value in vars(owner).items()
+        if name not in _NO_STATE and not _is_activation(value) and (id(owner), name) not in known
+    ]
+
+
+def places(entries: Saved) -> list[Place]:
+    """Where entries were found, without keeping a module alive."""
+    return [(weakref.ref(owner) if owner is not None else None, name) for owner, name, _, _ in entries]
+
+
+def put_back(saved: Saved) -> None:
+    """Put objects and contents where they were."""
+    for owner, name, value, content in saved:
+        if owner is not None:
+            _put(owner, name, value)
+        put_content(value, content)
+
+
+def _put(owner: nn.Module, name: str, value: Any) -> None:
+    if name in owner._buffers:
+        owner._buffers[name] = value
+    elif value is _ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+class _Absent:
+    """Stands for an attribute that is not there."""
+
+
+_ABSENT = _Absent()
+
+
+def _look(owner: nn.Module | None, name: str) -> Any:
+    if owner is None:
+        return _generators()[name]
+    return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, _ABSENT)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _generators() -> dict[str, Any]:
+    """The process's own generators, of which torch stashes none."""
+    return {"random": random.getstate.__self__, "numpy": np.random.get_state.__self__}  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class StepRecorder:
         count_flops: bool = True,
     ) -> None:
         self._device = device
-        self._meter: Meter = make_meter(device)
+        self._meter: Meter | None = None
         self._gradient_bytes = gradient_bytes
         self._resident = {t.untyped_storage()._cdata for t in resident if t.layout == torch.strided}
         self._ids: Any = WeakIdKeyDictionary()
@@ -56,6 +56,7 @@ class StepRecorder:
         self._count_flops = count_flops
         self._calls: list[Call] = []
         self._marks: list[Mark] = []
+        self._owners: list[int | None] = []
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._replay: Iterator[Call] | None = None
@@ -71,6 +72,7 @@ class StepRecorder:
         self._meter.start()
         old, new = self._gradient_bytes()
         self._marks.append(Mark("step", "start", old, new))
+        self._owners.append(0)
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Mark the start of a backward pass, and note who holds what at this moment.
@@ -89,26 +91,54 @@ class StepRecorder:
 
     def mark(self, owner: str, name: str) -> int:
         """Open an interval; returns its index."""
+        assert self._meter is not None
         self._meter.mark()
         self._marks.append(Mark(owner, name, *self._gradient_bytes()))
+        self._owners.append(len(self._marks) - 1)
         return len(self._marks) - 1
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is no part of the step; the interval that was open goes on afterwards."""
+        assert self._meter is not None
+        interrupted = self._owners[-1]
+        self._meter.mark()
+        self._owners.append(None)
+        try:
+            yield
+        finally:
+            self._meter.mark()
+            self._owners.append(interrupted)
 
     def stop(self) -> StepTrace:
         """Stop the meter and return what was recorded."""
-        intervals = self._meter.stop()
+        assert self._meter is not None
+        pieces = self._meter.stop()
         self._ids.clear()
         self._outputs.clear()
-        if len(intervals) != len(self._marks):
+        if len(pieces) != len(self._owners):
             # A profiler of the user's own began inside the step and took the session over: nothing was measured.
             return StepTrace((), (), ())
         marks = tuple(self._marks)
+        owned: dict[int | None, list[Interval]] = {}
+        for owner, piece in zip(self._owners, pieces, strict=True):
+            owned.setdefault(owner, []).append(piece)
+        aside = max((piece.peak_bytes for piece in owned.get(None, ())), default=0)
+        intervals = [
+            Interval(owned[i][0].level_bytes, max(piece.peak_bytes for piece in owned[i])) for i in range(len(marks))
+        ]
         if self._meter.sees_old_frees:
             # Every trace counts what was made since the start; old gradients are accounted for at the marks.
             before = marks[0].old_gradient_bytes
             freed = [before - mark.old_gradient_bytes for mark in marks]
             intervals = [Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]
         return StepTrace(
-            tuple(self._calls), marks, tuple(intervals), frozenset(self._saved_between), self._meter.reserved_peak_bytes
+            tuple(self._calls),
+            marks,
+            tuple(intervals),
+            frozenset(self._saved_between),
+            self._meter.reserved_peak_bytes,
+            marks[0].old_gradient_bytes + aside,
         )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
@@ -169,6 +199,7 @@ class StepRecorder:
     def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
         """Begin a recomputed call in forward; the region observes its runs."""
         region = Region(self, self.enter(unit, "recompute", args, kwargs))
+        assert self._meter is not None
         self._meter.hold(region, RNG_STATE_BYTES)  # the region's closure, and so its random state, lives as long
         return region
 

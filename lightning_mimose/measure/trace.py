@@ -74,6 +74,7 @@ class StepTrace:
         intervals: As many as `marks`.
         saved_between: Storage ids that operations outside every region saved for backward.
         reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
+        aside_peak_bytes: Largest bytes while something ran that is no part of the step (units being proven).
     """
 
     calls: tuple[Call, ...]
@@ -81,14 +82,13 @@ class StepTrace:
     intervals: tuple[Interval, ...]
     saved_between: frozenset[int] = frozenset()
     reserved_peak_bytes: int | None = None
+    aside_peak_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Largest bytes above what is resident besides gradients."""
-        return max(
-            (
-                mark.old_gradient_bytes + interval.peak_bytes
-                for mark, interval in zip(self.marks, self.intervals, strict=True)
-            ),
-            default=0,
-        )
+        peaks = [
+            mark.old_gradient_bytes + interval.peak_bytes
+            for mark, interval in zip(self.marks, self.intervals, strict=True)
+        ]
+        return max(peaks, default=0)

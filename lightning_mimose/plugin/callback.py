@@ -9,17 +9,20 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mimose.advisor import Advisor
+from lightning_mimose.attempts import Attempts
 from lightning_mimose.budget import format_bytes, parse_budget
 from lightning_mimose.engine import Engine, check_actions
 from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan
 from lightning_mimose.plugin.evaluation import EvaluationMeter
+from lightning_mimose.plugin.retry import RetryHook, keep_logged, why_not
 from lightning_mimose.plugin.support import (
     GradientHabits,
     TrainingStepHook,
     bucket_bytes,
     check_strategy,
+    is_first_of_accumulation,
     precision_of,
     tell,
     trained_parameters,
@@ -46,8 +49,10 @@ class MimoseCallback(Callback):
         planner: `"auto"` (a heuristic at once, the exact plan when it is ready), `"exact"`, `"greedy"` (the Mimose
             paper's), or a callable `(timeline, budget_bytes) -> Plan | {unit: action}`.
         on_infeasible: `"raise"` an error when no plan fits, or `"warn"` and go on with the most saving plan.
-        on_oom: What to do when the device runs out of memory all the same: `"raise"`. (`"retry"` is accepted and
-            does the same in this version.)
+        on_oom: What to do when the device runs out of memory all the same: `"retry"` runs the batch again under the
+            most saving plan, as if it had not begun (weights, generators, buffers, logged values), or `"raise"`. Where
+            it cannot be repeated (manual optimization, under DDP once backward has begun) the error says where the
+            memory went.
         host_budget: Bytes of host memory that offloading may use; no action of this version uses any.
 
     Limitations:
@@ -103,6 +108,7 @@ class MimoseCallback(Callback):
         self.host_budget = host_budget
         self._engine: Engine | None = None
         self._hook: TrainingStepHook | None = None
+        self._retry: RetryHook | None = None
         self._habits: GradientHabits | None = None
         self._trained = 0
         self._advisor: Advisor | None = None
@@ -223,6 +229,16 @@ class MimoseCallback(Callback):
         self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
         engine.attach()
         self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward)
+        attempts = Attempts(
+            engine,
+            pl_module,
+            list(pl_module.parameters()),
+            engine.device,
+            retry=self.on_oom == "retry",
+            keep=lambda: keep_logged(trainer),
+            forbids=lambda: why_not(trainer.strategy, engine.in_backward),
+        )
+        self._retry = RetryHook(trainer, attempts)
         self._habits = GradientHabits(pl_module)
         self._trained = trained_parameters(pl_module)
         return engine
@@ -253,6 +269,7 @@ class MimoseCallback(Callback):
             batch_idx=batch_idx,
             epoch=trainer.current_epoch,
             zeroes_gradients=self._habits.zeroes(trainer, pl_module, batch_idx),
+            accumulates=not is_first_of_accumulation(trainer, pl_module, batch_idx),
         )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -313,11 +330,12 @@ class MimoseCallback(Callback):
 
     def _close(self) -> None:
         self._evaluation.end()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in (self._hook, self._retry):
+            if hook is not None:
+                hook.remove()
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._hook = self._habits = None
+        self._engine = self._hook = self._retry = self._habits = None
 
     def _let_go(self) -> None:
         """Drop the methods of the model that Lightning lends every callback for one run, which keep it alive."""

@@ -126,7 +126,7 @@ class GradientHabits:
 
     def zeroes(self, trainer: Any, module: Any, batch_idx: int) -> bool:
         """Whether gradients are freed in this batch. Called before its forward."""
-        due = module.automatic_optimization and batch_idx % max(1, int(trainer.accumulate_grad_batches)) == 0
+        due = is_first_of_accumulation(trainer, module, batch_idx)
         self._watching = due and self._frees is None and _has_gradients(module)
         return due and self._frees is True
 
@@ -134,6 +134,11 @@ class GradientHabits:
         """See what zeroing left. Called before the backward."""
         if self._watching:
             self._watching, self._frees = False, not _has_gradients(module)
+
+
+def is_first_of_accumulation(trainer: Any, module: Any, batch_idx: int) -> bool:
+    """Whether Lightning zeroes the gradients in this batch."""
+    return bool(module.automatic_optimization and batch_idx % max(1, int(trainer.accumulate_grad_batches)) == 0)
 
 
 def _has_gradients(module: nn.Module) -> bool:

@@ -73,15 +73,13 @@ class Conformance:
         """Write the table, or compare it."""
         if self._config.getoption("--conformance"):
             TABLE.write_text(self.text())
-        elif self._is_whole() and session.exitstatus == pytest.ExitCode.OK:
-            if not TABLE.exists() or TABLE.read_text() != self.text():
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
-                reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-                if reporter is not None:
-                    reporter.write_line(
-                        "docs/conformance.md is not what these tests say: run `python -m pytest --conformance`.",
-                        red=True,
-                    )
+        elif self._compares(session) and (not TABLE.exists() or TABLE.read_text() != self.text()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter is not None:
+                told = "docs/conformance.md is not what these tests say: run `python -m pytest --conformance`."
+                reporter.write_line(told, red=True)
 
-    def _is_whole(self) -> bool:
-        return self._whole and self._config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    def _compares(self, session: pytest.Session) -> bool:
+        every = self._whole and self._config.args_source == pytest.Config.ArgsSource.TESTPATHS
+        return every and session.exitstatus == pytest.ExitCode.OK

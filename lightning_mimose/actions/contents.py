@@ -1,0 +1,114 @@
+"""What is inside an object that may be state: copied, compared and put back, without replacing the object."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class _Kind(NamedTuple):
+    copy: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+    fill: Callable[[Any, Any], None]
+
+
+def _same_items(value: Any, content: list[Any]) -> bool:
+    return len(value) == len(content) and all(one is other for one, other in zip(value, content, strict=True))
+
+
+def _fill_list(value: list[Any], content: list[Any]) -> None:
+    value[:] = content
+
+
+def _fill_other(value: Any, content: Any) -> None:
+    value.clear()
+    value.update(content)
+
+
+def _fill_deque(value: deque[Any], content: list[Any]) -> None:
+    value.clear()
+    value.extend(content)
+
+
+def _same_dict(value: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    return _same_items(value, list(content)) and _same_items(value.values(), list(content.values()))
+
+
+def _same_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    # NaN is unequal to itself and then counts as written, which is safe.
+    return tensor.shape == copy.shape and torch.equal(tensor.detach(), copy)
+
+
+def _fill_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    # `.data` leaves the version counter alone: autograd may have saved this very tensor for backward.
+    tensor.data.copy_(copy)
+
+
+def _numpy_state(generator: Any) -> bytes:
+    return pickle.dumps(_bits(generator).state)
+
+
+def _bits(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
+
+
+def _fill_numpy(generator: Any, state: bytes) -> None:
+    _bits(generator).state = pickle.loads(state)
+
+
+_KINDS: dict[type, _Kind] = {
+    torch.Tensor: _Kind(lambda t: t.detach().clone(), _same_tensor, _fill_tensor),
+    list: _Kind(list, _same_items, _fill_list),
+    deque: _Kind(list, _same_items, _fill_deque),
+    dict: _Kind(dict, _same_dict, _fill_other),
+    set: _Kind(set, lambda value, content: bool(value == content), _fill_other),
+    random.Random: _Kind(lambda r: r.getstate(), lambda r, s: bool(r.getstate() == s), lambda r, s: r.setstate(s)),
+    np.random.RandomState: _Kind(_numpy_state, lambda g, s: _numpy_state(g) == s, _fill_numpy),
+    np.random.Generator: _Kind(_numpy_state, lambda g, s: _numpy_state(g) == s, _fill_numpy),
+    torch.Generator: _Kind(
+        lambda g: g.get_state(), lambda g, s: torch.equal(g.get_state(), s), lambda g, s: g.set_state(s)
+    ),
+}
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        return kind
+    return next((known for base, known in _KINDS.items() if isinstance(value, base)), None)
+
+
+def content_of(value: Any) -> Any:
+    """A copy of what can change inside an object; None for an object that is what it is.
+
+    Containers are copied one level deep: what they hold is told apart by identity.
+
+    Example:
+        >>> counts = [1, 2]
+        >>> before = content_of(counts)
+        >>> counts.append(3); same_content(counts, before)
+        False
+        >>> put_content(counts, before); counts
+        [1, 2]
+    """
+    kind = _kind_of(value)
+    return None if kind is None else kind.copy(value)
+
+
+def same_content(value: Any, content: Any) -> bool:
+    """Whether an object still holds what `content_of` copied."""
+    kind = _kind_of(value)
+    return content is None or (kind is not None and kind.same(value, content))
+
+
+def put_content(value: Any, content: Any) -> None:
+    """Give an object the content that was copied."""
+    kind = _kind_of(value)
+    if kind is not None and content is not None:
+        kind.fill(value, content)

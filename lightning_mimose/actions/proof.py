@@ -1,0 +1,222 @@
+"""Proof: before a unit is recomputed for the first time it runs twice beside the step, and both runs must agree.
+
+A forward that takes another path when it runs again (routers with near ties, randomness that nobody stashes,
+kernels that save memory nobody wrote) would end in torch's `CheckpointError` or, worse, in wrong gradients. So
+number, shapes and content of everything it saves for backward are compared, the second run on memory that is
+filled where it would be uninitialised. Its inputs must be left alone, and no collective may be in it. Nested
+units are proven along with it. Nothing of the two runs stays: saved tensors are dropped as they come, written
+state and generators are put back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.state import WrittenState, put_back
+
+DIFFERS = "its forward saves other tensors when it runs again"
+CHANGES_INPUT = "its input is changed in place"
+COLLECTIVE = "its forward talks to other ranks"
+
+
+class _Packed(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: int
+
+
+@dataclass
+class _Call:
+    """One nested call in one run: what it was given, and which part of what was saved is its own."""
+
+    unit: str
+    inputs: list[weakref.ref[Any]]
+    first: int
+    last: int = -1
+
+
+@dataclass
+class Trial:
+    """One run of a unit beside the step.
+
+    Attributes:
+        packed: What was saved for backward, in order.
+        calls: The unit's own call, and those of nested units.
+        reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
+    """
+
+    packed: list[_Packed] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def call(self, unit: str, args: Any) -> Iterator[None]:
+        """Around the call of a unit."""
+        storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(args) if _is_plain(t)]
+        call = _Call(unit, storages, len(self.packed))
+        self.calls.append(call)
+        yield
+        call.last = len(self.packed)
+
+    def nested(self, unit: str, state: WrittenState, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a nested unit's forward, and learn what it writes."""
+        before = state.before_forward()
+        with self.call(unit, (args, kwargs)):
+            out = original(*args, **kwargs)
+        state.after_forward(before)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor, and let go of it."""
+        if _is_plain(tensor):
+            self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, checksum(tensor)))
+
+    def changed(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is written: whoever was given it cannot be given it again."""
+        written = tensor.untyped_storage()
+        for call in self.calls:
+            if any(ref() is written for ref in call.inputs):
+                self.reasons.setdefault(call.unit, CHANGES_INPUT)
+
+    def talks(self) -> None:
+        """Note a collective: it is part of every call that is running."""
+        for call in self.calls:
+            if call.last < 0:
+                self.reasons.setdefault(call.unit, COLLECTIVE)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees what a trial writes, and fills what would be uninitialised."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trial = trial
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._trial.talks()
+        if func._schema.is_mutable:
+            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for leaf in tree_leaves(kwargs.get(argument.name, named.get(argument.name))):
+                        if _is_plain(leaf):
+                            self._trial.changed(leaf)
+        out = func(*args, **kwargs)
+        if func.overloadpacket in _UNINITIALISED and _is_plain(out):
+            out.fill_(float("nan") if out.is_floating_point() else 1)
+        return out
+
+
+_UNINITIALISED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+def prove(
+    unit: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    enter: Callable[[Trial | None], None],
+    watch: bool = True,
+) -> dict[str, str]:
+    """Run a unit's forward twice, and compare.
+
+    Args:
+        unit: Its name.
+        original: Its own forward.
+        args: Its positional arguments, any structure.
+        kwargs: Its keyword arguments, any structure.
+        state: What it is known to write; it learns here.
+        enter: Told of the trial before each run, and of None after it: nested units report to it.
+        watch: Whether operators may be watched; compiled code would be compiled again for it.
+
+    Returns:
+        Unit -> why it cannot be recomputed; empty when everything agrees.
+    """
+    trials = []
+    for number in range(2):
+        trial = Trial()
+        trials.append(trial)
+        try:
+            _run(trial, unit, original, args, kwargs, state, enter, watch and number == 1)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # Its own forward will say the same, if it is a mistake of the unit's and not of running it beside the step.
+            return {unit: f"its forward cannot run on copies of its inputs ({type(error).__name__}: {error})"}
+    first, second = trials
+    reasons = first.reasons | second.reasons
+    if len(first.calls) != len(second.calls):
+        return {call.unit: DIFFERS for trial in trials for call in trial.calls} | reasons
+    for one, other in zip(first.calls, second.calls, strict=True):
+        if one.unit != other.unit or first.packed[one.first : one.last] != second.packed[other.first : other.last]:
+            reasons.setdefault(one.unit, DIFFERS)
+    return reasons
+
+
+def _run(
+    trial: Trial,
+    unit: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    enter: Callable[[Trial | None], None],
+    watch: bool,
+) -> None:
+    leaves, spec = tree_flatten((args, kwargs))
+    devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
+    copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    versions = [leaf._version for leaf in copies if _is_plain(leaf)]
+    copied_args, copied_kwargs = tree_unflatten(copies, spec)
+    before = state.before_forward()
+    done = False
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(running_again())
+        stack.enter_context(saved_tensors_hooks(trial.pack, _never))
+        if watch:
+            stack.enter_context(_Watch(trial))
+        enter(trial)
+        try:
+            with trial.call(unit, copies):
+                original(*copied_args, **copied_kwargs)
+            done = True
+        finally:
+            enter(None)
+            put_back(state.after_forward(before) if done else before)
+    if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
+        trial.reasons.setdefault(unit, CHANGES_INPUT)
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise RuntimeError("A unit that is tried beside the step ran a backward pass through itself.")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Never a leaf: in-place operations on a leaf that requires gradients are forbidden.
+    return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided and not leaf.is_nested

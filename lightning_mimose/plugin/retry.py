@@ -1,0 +1,79 @@
+"""Lets Lightning's closure (forward, zeroing of gradients, backward) run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_mimose.attempts import Attempts
+
+
+class RetryHook:
+    """Runs every closure of automatic optimization inside `Attempts.run`.
+
+    The closure is the one place that covers batches that only accumulate, which never reach an optimizer. Lightning
+    makes one per batch, in `_make_closure`; without that method (another version) nothing is retried.
+    """
+
+    def __init__(self, trainer: Any, attempts: Attempts) -> None:
+        self._loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "automatic_optimization", None)
+        make = getattr(self._loop, "_make_closure", None)
+        self._own = vars(self._loop).get("_make_closure") if self._loop is not None else None
+        self.works = make is not None
+        if make is None:
+            return
+
+        def _make_closure(*args: Any, **kwargs: Any) -> Any:
+            closure = make(*args, **kwargs)
+            run = closure.closure
+            closure.closure = lambda *given, **named: attempts.run(lambda: run(*given, **named))
+            return closure
+
+        self._loop._make_closure = _make_closure  # type: ignore[union-attr]
+
+    def remove(self) -> None:
+        """Give the loop its own method back."""
+        if self.works:
+            vars(self._loop).pop("_make_closure", None)
+            if self._own is not None:
+                self._loop._make_closure = self._own  # type: ignore[union-attr]
+
+
+def keep_logged(trainer: Any) -> Callable[[], None]:
+    """Remember every value that `self.log` has collected; what is returned puts them back.
+
+    Lightning replaces the values of a result, it does not write into them.
+    """
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        return lambda: None
+    kept = {key: dict(vars(metric)) for key, metric in results.items()}
+    size = results.batch_size
+
+    def undo() -> None:
+        for key in [key for key in results if key not in kept]:
+            del results[key]
+        for key, values in kept.items():
+            vars(results[key]).clear()
+            vars(results[key]).update(values)
+        results.batch_size = size
+
+    return undo
+
+
+def why_not(strategy: Any, in_backward: Callable[[], bool]) -> str:
+    """Why a failed batch cannot run again under this strategy; empty if it can.
+
+    One rank alone may repeat a forward: nothing is exchanged in it, and the others wait in backward. Once backward has
+    begun, some gradients may be reduced already and others not.
+    """
+    wrapped = getattr(strategy, "model", None)
+    if not hasattr(wrapped, "reducer"):
+        return ""
+    if in_backward():
+        return "under DDP some gradients may be reduced over the ranks already"
+    if wrapped.broadcast_buffers and any(True for _ in wrapped.module.buffers()):  # type: ignore[union-attr]
+        return (
+            "under DDP the forward exchanges buffers between the ranks (DDPStrategy(broadcast_buffers=False) does not)"
+        )
+    return ""
