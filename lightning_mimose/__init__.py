@@ -7,8 +7,10 @@ from lightning_mimose.actions.again import is_recomputing
 from lightning_mimose.errors import (
     BudgetError,
     BudgetInfeasibleError,
+    DeviceMemoryError,
     MimoseError,
     PlanError,
+    RecomputeError,
     SizeError,
     UnitsError,
     UnsupportedError,
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "BudgetInfeasibleError",
+    "DeviceMemoryError",
     "Mimose",
     "MimoseCallback",
     "MimoseDDPStrategy",
@@ -38,6 +41,7 @@ __all__ = [
     "MimoseStrategyMixin",
     "Plan",
     "PlanError",
+    "RecomputeError",
     "Report",
     "SizeError",
     "StepRecord",

@@ -40,7 +40,7 @@ class _Columns:
 
 
 def observe(trace: StepTrace, batch_bytes: int) -> Observation:
-    """Read a sheltered step: every top-level call in it was recomputed, or had nothing to recompute.
+    """Read a sheltered step: what was not recomputed in it cannot be, or saved nothing.
 
     Args:
         trace: What was recorded.
@@ -53,7 +53,7 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
     ]
     region_of = {id(call): _region(call) for call in trace.calls}
     saved = _saved_bytes(trace.calls, region_of)
-    regions = [call for call in trace.calls if call.parent is None and "again" in call.marks]
+    regions = [call for call in trace.calls if call is region_of[id(call)] and "again" in call.marks]
     dropped = _dropped_per_interval(regions, saved, len(trace.marks))
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
@@ -142,9 +142,11 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
 
 
 def _region(call: Call) -> Call:
-    while call.parent is not None:
-        call = call.parent
-    return call
+    """The outermost call around it that was recomputed; the outermost of all if none was."""
+    around = [call]
+    while around[-1].parent is not None:
+        around.append(around[-1].parent)
+    return next((outer for outer in reversed(around) if outer.action == "recompute"), around[-1])
 
 
 def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]:

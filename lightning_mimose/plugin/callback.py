@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mimose.advisor import Advisor
-from lightning_mimose.attempts import Attempts
+from lightning_mimose.attempts import Attempts, is_out_of_memory
 from lightning_mimose.budget import format_bytes, parse_budget
 from lightning_mimose.engine import Engine, check_actions
 from lightning_mimose.errors import BudgetError, MimoseError
@@ -228,7 +228,13 @@ class MimoseCallback(Callback):
         self._engine = engine  # from here on an exception undoes what was done
         self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
         engine.attach()
-        self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward)
+
+        def translate(error: Exception) -> BaseException | None:
+            if pl_module.automatic_optimization or not is_out_of_memory(error):
+                return None
+            return engine.out_of_memory(error, "A batch of manual optimization cannot run again.")
+
+        self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward, translate)
         attempts = Attempts(
             engine,
             pl_module,

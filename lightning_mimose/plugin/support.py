@@ -60,9 +60,19 @@ class TrainingStepHook:
 
     No callback hook lies between the optimizer's start and the forward: `on_train_batch_start` comes before
     `optimizer.step(closure)`, and the closure calls the strategy at once.
+
+    Args:
+        strategy: The strategy.
+        before: Called before every training step.
+        translate: Given what a training step raised; returns what to raise in its place, or None.
     """
 
-    def __init__(self, strategy: Any, before: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        before: Callable[[], None],
+        translate: Callable[[Exception], BaseException | None] = lambda error: None,
+    ) -> None:
         self._strategy = strategy
         self._own = vars(strategy).get("training_step")
         original = strategy.training_step
@@ -70,7 +80,13 @@ class TrainingStepHook:
         def training_step(*args: Any, **kwargs: Any) -> Any:
             settle_buckets(strategy)
             before()
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                other = translate(error)
+                if other is None:
+                    raise
+                raise other from error
 
         strategy.training_step = training_step
 

@@ -1,0 +1,161 @@
+"""Units whose forward cannot be repeated are left alone and named; nothing ends in an error or in other weights."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import is_recomputing
+from tests.helpers import blocks
+from tests.helpers.blocks import Base, Net, data, everything, train
+
+AREA = "Recomputation that would differ"
+KINDS = {
+    "RReLU, which saves memory it did not write": (blocks.RandomLeaky, "saves other tensors"),
+    "another path on the second run": (blocks.OtherPath, "saves other tensors"),
+    "other values on the second run, of the same shapes": (blocks.OtherValues, "saves other tensors"),
+    "a block that changes its input in place": (blocks.InPlace, "changed in place"),
+    "a block whose input is changed in place after it": (blocks.ChangedLater, "changed in place"),
+}
+NAMES = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [pytest.param(*case, marks=pytest.mark.conformance(AREA, what, "guarded")) for what, case in KINDS.items()],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_it_is_left_alone_and_named(kind: type[Base], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """From the first step on; one line says which units and why."""
+    caplog.set_level(logging.INFO, "lightning_mimose")
+    if kind in (blocks.OtherPath, blocks.OtherValues):
+        # What the trials count cannot be put back, so there is no plain run to compare with; gradients are checked.
+        losses: list[float] = []
+    else:
+        plain, losses, _ = train(lambda: Net(kind), data())
+    model, ours, mimose = train(lambda: Net(kind), data(), NAMES)
+    assert mimose is not None
+    if losses:
+        assert ours == losses
+        assert everything(model) == everything(plain)
+    assert not any(set(NAMES) & record.actions.keys() for record in mimose.records)
+    told = [line for line in caplog.messages if "never recomputed" in line]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert all(name in told[0] for name in NAMES)
+
+
+class Mixed(nn.Module):
+    """A block with one part that cannot be repeated, and one that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad, self.good = blocks.RandomLeaky(), blocks.Dropping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.good(self.bad(x))
+
+
+@pytest.mark.conformance(AREA, "the repeatable parts of such a block", "works")
+def test_the_parts_of_a_block_stand_in_for_it() -> None:
+    """The block is left alone; the part of it that can be repeated is recomputed, in the first steps already."""
+
+    def make() -> nn.Module:
+        net = Net(Base, 0)
+        net.blocks = nn.ModuleList(Mixed() for _ in range(3))
+        return net
+
+    plain, losses, _ = train(make, data())
+    model, ours, mimose = train(make, data(), ["blocks.0", "blocks.1.good"], units=["Mixed", "*.good", "*.bad"])
+    assert mimose is not None
+    assert ours == losses
+    assert everything(model) == everything(plain)
+    assert all(record.actions.keys() == {f"blocks.{i}.good" for i in range(3)} for record in mimose.records[:2])
+    assert {"blocks.1.good": "recompute"} in [record.actions for record in mimose.records]
+
+
+class Cache:
+    """An object that pytree cannot take apart."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+class Caching(Base):
+    """Appends to what it is given."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if isinstance(cache, Cache):
+            cache.kept.append(x)
+            x = x + 0.1 * torch.stack([kept.mean() for kept in cache.kept]).sum()
+        elif isinstance(cache, list):
+            cache.append(x.mean())
+            x = x + 0.1 * sum(cache)
+        return super().forward(x)
+
+
+class CachingNet(Net):
+    """Hands one cache through all blocks."""
+
+    kind: type = Cache
+
+    def __init__(self) -> None:
+        super().__init__(Caching)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        x, cache = self.embed(x), self.kind()
+        for block in self.blocks:
+            x = block(x, cache)
+        return SimpleNamespace(loss=self.head(x).pow(2).mean())
+
+
+class ListNet(CachingNet):
+    """The same with a list, which can be given again as it was."""
+
+    kind = list
+
+
+@pytest.mark.conformance(AREA, "a block that fills an object it is given (a cache)", "guarded")
+def test_an_object_that_may_change_is_not_given_twice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning_mimose")
+    _, losses, _ = train(CachingNet, data())
+    _, ours, mimose = train(CachingNet, data(), NAMES)
+    assert mimose is not None
+    assert ours == losses
+    assert any("given a Cache" in line for line in caplog.messages)
+
+
+@pytest.mark.conformance(AREA, "a block that fills a list it is given", "works")
+def test_a_list_is_given_as_it_was() -> None:
+    plain, losses, _ = train(ListNet, data())
+    model, ours, mimose = train(ListNet, data(), NAMES)
+    assert mimose is not None
+    assert ours == losses
+    assert everything(model) == everything(plain)
+    assert any(len(record.actions) == 3 for record in mimose.records if not record.sheltered)
+
+
+class Telling(Base):
+    """Counts outside of any module, but only when it counts."""
+
+    told: ClassVar[list[int]] = []
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_recomputing():
+            self.told.append(len(x))
+        return x
+
+
+@pytest.mark.conformance(AREA, "effects outside of modules, guarded by `is_recomputing()`", "works")
+def test_a_forward_can_ask_whether_it_runs_again() -> None:
+    Telling.told.clear()
+    train(lambda: Net(Telling), data())
+    once = list(Telling.told)
+    Telling.told.clear()
+    train(lambda: Net(Telling), data(), NAMES)
+    assert Telling.told == once
