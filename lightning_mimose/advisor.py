@@ -274,7 +274,7 @@ class Advisor:
             self._surplus_bytes = max(missed, self._surplus_bytes)
         else:
             self._surplus_bytes = int(self._surplus_bytes * 0.9)
-        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes:
+        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and self.estimator.varies):
             return
         self.cache.clear()
         self._actual_peaks.clear()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers
+from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
@@ -169,13 +169,13 @@ class Engine:
         if not usable:
             raise UnitsError(
                 f"All {len(self.units)} units of {type(self.model).__name__} are checkpointed by Hugging Face's own "
-                "switch. Call model.gradient_checkpointing_disable() to let the budget decide."
+                f"switch. {checkpointing_way_out(self.model)} to let the budget decide."
             )
         if left_out:
             warnings.warn(
                 f"Hugging Face gradient checkpointing is switched on in {len(own)} modules ({own[-1]!r}, ...): they "
-                "recompute on every batch, whether it fits or not, and are left alone. Call "
-                "model.gradient_checkpointing_disable() to let the budget decide.",
+                "recompute on every batch, whether it fits or not, and are left alone. "
+                f"{checkpointing_way_out(self.model)} to let the budget decide.",
                 stacklevel=3,
             )
         self._caches.off(self.model)

@@ -65,7 +65,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple
         wanted = _matching(modules, patterns)
     weights = {name: _weight(module) for name, module in modules if name in wanted}
     parents = {name: _nearest(name, wanted) for name in weights}
-    shelter = _balanced_cut(weights, parents, _weight(model))
+    shelter = _balanced_cut(weights, parents, _weight(model), _loops(modules, parents))
     if patterns is None:
         # Above the shelter a region would hold several blocks at once; it never lowers the peak where it counts.
         above = {ancestor for name in shelter for ancestor in _ancestors(name, parents)}
@@ -136,7 +136,25 @@ def _ancestors(name: str, parents: dict[str, str | None]) -> Iterator[str]:
         parent = parents[parent]
 
 
-def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total: int) -> set[str]:
+def _loops(modules: Sequence[tuple[str, nn.Module]], parents: dict[str, str | None]) -> set[str]:
+    """Candidates that hold a list of one block and no other: they may call it many times, as ALBERT's encoder does.
+
+    Recomputing such a unit as one region would hold every one of those calls at once; the block is the region.
+    """
+    by_name = dict(modules)
+    composite = [name for name in parents if any(True for _ in by_name[name].children())]
+    loops: set[str] = set()
+    for name in composite:
+        around, _, _ = name.rpartition(".")
+        holder, owner = by_name.get(around), parents[name]
+        if isinstance(holder, _CONTAINERS) and len(list(holder.children())) == 1 and owner is not None:
+            others = [other for other in composite if other.startswith(owner + ".") and other != name]
+            if all(other.startswith(name + ".") for other in others):
+                loops.add(owner)
+    return loops
+
+
+def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total: int, loops: set[str]) -> set[str]:
     """The cut that minimises regions + layers of the largest region, over all limits on a region's layers.
 
     Every candidate is in the cut, inside a unit of it, or above it.
@@ -145,7 +163,7 @@ def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total
     best: set[str] = set()
     best_cost: float = float("inf")
     for limit in sorted(set(weights.values())):
-        fits = {name for name, weight in weights.items() if weight <= limit or name not in with_parts}
+        fits = {name for name, weight in weights.items() if weight <= limit or name not in with_parts} - loops
         cut = {name for name in fits if not any(a in fits for a in _ancestors(name, parents))}
         uncovered = total - sum(weights[name] for name in cut)
         cost = len(cut) + max(weights[name] for name in cut) + uncovered

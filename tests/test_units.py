@@ -148,3 +148,26 @@ def test_weights_count_layers() -> None:
     weights = {unit.weight for unit in find_units(TinyText(layers=3)) if isinstance(unit.module, Block)}
     assert len(weights) == 1
     assert weights.pop() > 1
+
+
+def test_a_block_that_a_loop_calls_is_the_region() -> None:
+    """ALBERT's encoder calls its one block many times: as one region it would hold all those calls at once."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inward = nn.Linear(8, 32)
+            self.blocks = nn.ModuleList([Block(32)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inward(x)
+            for _ in range(6):
+                x = self.blocks[0](x)
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = Encoder(), nn.Linear(32, 2)
+
+    assert [unit.name for unit in find_units(Model()) if unit.shelter] == ["encoder.blocks.0"]

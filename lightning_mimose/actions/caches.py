@@ -38,10 +38,37 @@ class CacheSwitch:
 
 
 def checkpointed_layers(model: nn.Module) -> list[str]:
-    """Names of the modules that Hugging Face's own gradient checkpointing recomputes.
+    """Names of the outermost modules that Hugging Face's own gradient checkpointing recomputes.
 
-    The switch is an attribute of the layers; a model that holds them carries it too, which says nothing of its rest.
+    The switch is an attribute of the layers that recompute themselves. Models that hold them and parts inside them
+    carry it too, which says nothing of their rest; where no such layer is, the innermost that carry it count.
     """
-    on = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
-    inside = {name: f"{name}." if name else "" for name in on}
-    return [name for name in on if not any(other != name and other.startswith(inside[name]) for other in on)]
+    on = {
+        name: module for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", 0) is True
+    }
+    layers = [name for name, module in on.items() if _checkpoints_itself(module)]
+    innermost = [name for name in on if not any(_inside(other, name) for other in on)]
+    found = [*layers, *(name for name in innermost if name not in layers)]
+    return [name for name in found if not any(_inside(name, layer) for layer in layers)]
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    # By name: transformers need not be installed.
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def checkpointing_way_out(model: nn.Module) -> str:
+    """How to switch that checkpointing off, by the name that the installed release has for it.
+
+    Transformers 5 calls it `activation_checkpointing_disable`, and warns of the name it had before.
+    """
+    for method in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        for name, module in model.named_modules():
+            if callable(getattr(module, method, None)):
+                where = f" ({name!r})" if name else ""
+                return f"Call {method}() on {type(module).__name__}{where}"
+    return "Set gradient_checkpointing = False on them"

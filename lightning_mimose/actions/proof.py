@@ -11,7 +11,8 @@ state and generators are put back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -194,6 +195,7 @@ def _run(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(running_again())
+        stack.enter_context(_without_forward_hooks(state.modules()))
         stack.enter_context(saved_tensors_hooks(trial.pack, _never))
         if watch:
             stack.enter_context(_Watch(trial))
@@ -207,6 +209,22 @@ def _run(
             put_back(state.after_forward(before) if done else before)
     if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
         trial.reasons.setdefault(unit, CHANGES_INPUT)
+
+
+@contextmanager
+def _without_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hooks that collect what modules return (hidden states, router logits) must not collect it from a trial.
+
+    Pre-hooks stay: some of them make the weights.
+    """
+    hooked = [(module, module._forward_hooks) for module in modules if module._forward_hooks]
+    for module, _ in hooked:
+        module._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._forward_hooks = hooks
 
 
 def _never(_: Any) -> torch.Tensor:

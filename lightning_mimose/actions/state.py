@@ -49,12 +49,16 @@ class WrittenState:
         self._mode: tuple[bool, ...] = ()
         self._written: dict[tuple[bool, ...], list[Place]] = {}
 
+    def modules(self) -> list[nn.Module]:
+        """The module and those inside it, as far as they are alive."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
     def known(self) -> bool:
         """Whether a forward in the present mode was seen before."""
         return self._look_at_mode()[1] in self._written
 
     def _look_at_mode(self) -> tuple[list[nn.Module], tuple[bool, ...]]:
-        inside = [module for ref in self._modules if (module := ref()) is not None]
+        inside = self.modules()
         return inside, tuple([module.training for module in inside])
 
     def before_forward(self) -> Saved:

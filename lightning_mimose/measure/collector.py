@@ -61,7 +61,7 @@ class StepRecorder:
         self._occurrences: dict[str, int] = {}
         self._replay: Iterator[Call] | None = None
         self._flops_before: dict[str, int] = {}
-        self._outputs: list[tuple[Call, weakref.ref[Any]]] = []
+        self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
 
     # --- the step ---------------------------------------------------------------------------------------------
@@ -80,8 +80,9 @@ class StepRecorder:
         Units' outputs that are alive now are held by somebody. What operations outside regions saved is read off
         the graph of `loss`: a storage that only regions hold would be free if they were kept.
         """
-        for call, storage in self._outputs:
-            call.output_held = call.output_held or storage() is not None
+        for call, number, storage in self._outputs:
+            if storage() is not None:
+                call.held.add(number)
         self._outputs.clear()
         if loss is not None and loss.grad_fn is not None:
             for tensor in saved_in_graph(loss.grad_fn):
@@ -186,7 +187,7 @@ class StepRecorder:
                 if leaf.layout == torch.strided:
                     storage = leaf.untyped_storage()
                     call.returned.append(self._identify(storage))
-                    self._outputs.append((call, weakref.ref(storage)))
+                    self._outputs.append((call, call.returned[-1], weakref.ref(storage)))
                 if leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(begins)
 

@@ -174,8 +174,7 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[in
                 held |= other.saved.keys()
                 if not call.within(other):
                     held |= other.inputs.keys()
-        if region.output_held:
-            held.update(region.outputs)
+        held.update(kept for given, kept in zip(region.returned, region.outputs, strict=False) if given in region.held)
         mine: dict[int, int] = {}
         for c in inside:
             mine.update(c.saved)

@@ -26,6 +26,8 @@ EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
+FORGET_AFTER = 20
+"""Steps in a row on a part of the longest path seen, after which that one counts as a thing of the past."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,9 @@ class Estimator:
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
         self._latest: Structure | None = None
+        self._shorter = 0
+        self.varies = False
+        """Whether steps were seen that left out calls of others (layers dropped at random)."""
         self._rate: float | None = None
 
     def __len__(self) -> int:
@@ -90,6 +95,17 @@ class Estimator:
             structure: Its shape.
             values: Shape (structure.columns,).
         """
+        # A step that leaves calls out needs less than the next one may: only the longest path is learnt from.
+        if any(structure.calls_made < other.calls_made for other in self._observed):
+            self.varies = True
+            self._shorter += 1
+            if self._shorter < FORGET_AFTER:
+                return
+        self._shorter = 0
+        for other in list(self._observed):
+            if other.calls_made < structure.calls_made or structure.calls_made < other.calls_made:
+                self.varies = True
+                del self._observed[other]
         known = self._observed.setdefault(structure, {})
         key = tuple(sorted(dims.items()))
         known.pop(key, None)
@@ -118,7 +134,7 @@ class Estimator:
         seen = [structure for structure, known in self._observed.items() if key in known]
         if seen:
             # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
-            trusted = len(seen) == 1 and len(self) >= self._enough
+            trusted = len(seen) == 1 and len(self) >= self._enough and self._is_complete()
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted)
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
@@ -149,7 +165,7 @@ class Estimator:
         return self._fits[slot]
 
     def _trusted(self, fit: _Fit, dims: Mapping[str, int]) -> bool:
-        if len(self) < self._enough:
+        if len(self) < self._enough or not self._is_complete():
             return False
         if fit.error <= GOOD_ERROR:
             reach = 4.0
@@ -158,6 +174,11 @@ class Estimator:
         else:
             return False
         return all(fit.low[name] / reach <= dims[name] <= fit.high[name] * reach for name in fit.basis.dims)
+
+    def _is_complete(self) -> bool:
+        """Whether the latest path makes every call that any path was seen to make."""
+        latest = self._latest
+        return latest is not None and all(other.calls_made <= latest.calls_made for other in self._observed)
 
     def seconds_per_flop(self) -> float:
         """Rate of recomputation on this device, over all that was measured; a guess before."""
@@ -174,6 +195,7 @@ class Estimator:
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
         return {
+            "varies": self.varies,
             "observed": [
                 {
                     "structure": asdict(structure),
@@ -185,6 +207,7 @@ class Estimator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another estimator learnt."""
+        self.varies = bool(state.get("varies", False))
         for entry in state["observed"]:
             structure = _structure(entry["structure"])
             for key, values in entry["sizes"]:

@@ -141,6 +141,11 @@ class Structure:
         return self._hash
 
     @cached_property
+    def calls_made(self) -> frozenset[str]:
+        """Keys of all calls: a step on another path through the model makes others."""
+        return frozenset(call.key for call in self.calls)
+
+    @cached_property
     def _hash(self) -> int:
         return hash((self.units, self.parents, self.calls, self.positions, self.loose, self.batch, self.columns))
 
@@ -288,7 +293,8 @@ class Structure:
         for loose in self.loose:
             size = int(value[loose.size])
             last_use = max(self.calls[index].out_time for index in loose.holders)
-            counted = np.array(backward) | (inputs_die & (when >= last_use))
+            # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
+            counted = np.array(backward) | ((inputs_die or loose.until_time < 0) & (when >= last_use))
             base -= np.where(counted & (when <= loose.until_time), size, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:

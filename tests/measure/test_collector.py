@@ -224,7 +224,7 @@ def test_who_holds_an_output_is_noticed() -> None:
             return self.b(self.a(x) * 1.0).sum()
 
     calls = {call.unit: call for call in recorded(Held(), torch.randn(2, 4, 8), ["Block"], lambda m, b: m(b)).calls}
-    assert not calls["a"].output_held
+    assert not calls["a"].held
     kept = []
 
     def keeping(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -232,7 +232,34 @@ def test_who_holds_an_output_is_noticed() -> None:
         return model.b(kept[0] * 1.0).sum()
 
     calls = {call.unit: call for call in recorded(Held(), torch.randn(2, 4, 8), ["Block"], keeping).calls}
-    assert calls["a"].output_held
+    assert calls["a"].held == set(calls["a"].returned)
+
+
+def test_outputs_of_one_call_are_told_apart() -> None:
+    """Attention probabilities are returned and forgotten, though the hidden states beside them are held."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights = self.inner(x).softmax(-1)
+            return x * weights, weights
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Pair(), Pair()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, _ = self.a(x)
+            del _
+            return self.b(x)[0].sum()
+
+    trace = recorded(Model(), torch.randn(2, 4, 8), ["Pair"], lambda m, b: m(b))
+    first = trace.calls[0]
+    assert first.held == {first.returned[0]}
 
 
 def test_a_unit_without_a_backward_is_recorded_without_one() -> None:
