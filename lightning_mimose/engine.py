@@ -6,12 +6,10 @@ batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> unit
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
+from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
-    BudgetInfeasibleError,
     DeviceMemoryError,
     RecomputeError,
     UnitsError,
@@ -39,41 +37,15 @@ from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, bat
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.predict.structure import Resident
+from lightning_mimose.refusal import device_memory_error, infeasible_error
 from lightning_mimose.report.record import StepRecord
-from lightning_mimose.sizes import BatchSize
-from lightning_mimose.units import Unit, find_units
+from lightning_mimose.sizes import BatchSize, dims_text
+from lightning_mimose.step import Step
+from lightning_mimose.units import Unit, find_units, fingerprint, related
 
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
-
-
-@dataclass
-class _Step:
-    """The step that is running."""
-
-    size: BatchSize
-    batch_idx: int
-    epoch: int
-    advice: Advice
-    resident: Resident
-    batch_bytes: int
-    actions: Mapping[str, str]
-    planning_seconds: float
-    accumulates: bool
-    known: Sequence[torch.Tensor]
-    recorder: StepRecorder | None = None
-    gradients: GradientLedger | None = None
-    measured_peak_bytes: int | None = None
-    reserved_peak_bytes: int | None = None
-    measuring: bool = False
-    updating: bool = False
-    retried: bool = False
-    in_backward: bool = False
-
-    @property
-    def sheltered(self) -> bool:
-        return self.advice.plan is None
 
 
 class Engine:
@@ -123,7 +95,7 @@ class Engine:
             budget_bytes,
             size_fn=size_fn,
             planner=planner,
-            fingerprint=_fingerprint(model, self.device, precision, self.units),
+            fingerprint=fingerprint(model, self.device, precision, self.units),
         )
         self.session = Session()
         self._patched: tuple[Unit, ...] = ()
@@ -132,7 +104,7 @@ class Engine:
         self._update_cost = OptimizerCost(0, 0)
         self._costs: list[tuple[Optimizer, OptimizerCost]] = []
         self._entries: dict[int, int] = {}
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._trained: tuple[bool, ...] | None = None
         self._planned = 0
         self._left_out: set[str] = set()
@@ -164,7 +136,7 @@ class Engine:
                 "first (mimose.close(), or let trainer.fit end)."
             )
         own = checkpointed_layers(self.model)
-        left_out = {unit.name for unit in self.units if any(_related(unit.name, layer) for layer in own if layer)}
+        left_out = {unit.name for unit in self.units if any(related(unit.name, layer) for layer in own if layer)}
         usable = [unit for unit in self.units if unit.name not in left_out]
         if not usable:
             raise UnitsError(
@@ -233,7 +205,8 @@ class Engine:
         lasting = self.ledger.lasting_bytes()
         least = self._update_bytes(lasting)
         if least > self.budget_bytes and self.on_infeasible == "raise":
-            self._refuse(
+            raise infeasible_error(
+                self.budget_bytes,
                 lasting + self.ledger.gradient_bytes,
                 least,
                 f"the optimizer's update alone needs {format_bytes(least)} (parameters, buffers and state "
@@ -287,12 +260,12 @@ class Engine:
             self._infeasible_by_prediction(size, resident)
         actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
-        self._step = _Step(
+        self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
         )
         self._arm(self._step)
 
-    def _arm(self, step: _Step) -> None:
+    def _arm(self, step: Step) -> None:
         if step.sheltered or self._measures_planned_step():
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
             step.recorder = StepRecorder(self.device, step.known, step.gradients)
@@ -396,7 +369,7 @@ class Engine:
             finally:
                 self._clear(step)
 
-    def _clear(self, step: _Step) -> None:
+    def _clear(self, step: Step) -> None:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder = step.gradients = None
@@ -405,7 +378,7 @@ class Engine:
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
 
-    def _finish_measuring(self, step: _Step) -> None:
+    def _finish_measuring(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept."""
         if step.recorder is None or step.gradients is None or not step.measuring:
             return
@@ -437,7 +410,7 @@ class Engine:
         if peak > self.budget_bytes:
             self._infeasible(step.size, step.resident, peak, peak, "with every unit recomputed")
 
-    def _finish_update(self, step: _Step) -> None:
+    def _finish_update(self, step: Step) -> None:
         if step.recorder is None or not step.measuring:
             return
         state_before = step.resident.lasting_bytes - step.batch_bytes
@@ -448,7 +421,7 @@ class Engine:
             transient = max((interval.peak_bytes for interval in trace.intervals), default=0)
             self._update_cost = OptimizerCost(self._update_cost.state_bytes, transient)
 
-    def _take_peak(self, step: _Step, trace: StepTrace) -> int:
+    def _take_peak(self, step: Step, trace: StepTrace) -> int:
         peak = step.resident.lasting_bytes + trace.peak_bytes
         step.measured_peak_bytes = max(peak, step.measured_peak_bytes or 0)
         if trace.reserved_peak_bytes is not None:
@@ -515,7 +488,7 @@ class Engine:
         if leaner and step.actions == before:
             return False
         self.advisor.announce(
-            f"mimose: batch {step.batch_idx} ({_dims(self.advisor.tracker.named(step.size))}) runs again with "
+            f"mimose: batch {step.batch_idx} ({dims_text(self.advisor.tracker.named(step.size))}) runs again with "
             f"{len(step.actions)} units recomputed: {why}"
         )
         self._arm(step)
@@ -526,25 +499,7 @@ class Engine:
         step = self._step
         resident = step.resident.total_bytes if step is not None else self.ledger.lasting_bytes()
         holds = self.advisor.holds(step.size, step.resident, self.session.actions) if step is not None else None
-        retained = holds.retained_bytes if holds is not None else {}
-        largest = sorted(retained.items(), key=lambda item: -item[1])[:5]
-        where = [f"resident {format_bytes(resident)}"]
-        if holds is not None:
-            kept = ", ".join(f"{unit} {format_bytes(size)}" for unit, size in largest)
-            where.append(f"retained by units {format_bytes(sum(retained.values()))}" + (f" ({kept})" if kept else ""))
-            where.append(f"transient and between units {format_bytes(holds.transient_bytes)}")
-            where.append(f"predicted peak {format_bytes(holds.peak_bytes)} at {holds.position}")
-        least = holds.least_bytes if holds is not None else None
-        fits = f"The most saving plan needs {format_bytes(least)} for this batch. " if least is not None else ""
-        return DeviceMemoryError(
-            f"{self.memory.description} ran out of memory under a budget of {format_bytes(self.budget_bytes)}: "
-            f"{'; '.join(where)}. {hint} {fits}Give a smaller budget (what other processes hold is not there), use "
-            f"smaller batches, or an optimizer with less state. The device said: {str(error).splitlines()[0]}",
-            budget_bytes=self.budget_bytes,
-            resident_bytes=resident,
-            retained_bytes=retained,
-            smallest_feasible_bytes=least,
-        )
+        return device_memory_error(self.budget_bytes, self.memory.description, resident, holds, error, hint)
 
     # --- refusing ---------------------------------------------------------------------------------------------
 
@@ -560,54 +515,8 @@ class Engine:
         what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
         if self.on_infeasible == "raise":
             self.advisor.cache.clear()  # a loop that goes on after the error must be refused again, not find the plan
-            self._refuse(resident.total_bytes, sure, what)
+            raise infeasible_error(self.budget_bytes, resident.total_bytes, sure, what)
         warnings.warn(
             f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",
             stacklevel=4,
         )
-
-    def _refuse(self, resident_bytes: int, smallest: int, why: str) -> None:
-        raise BudgetInfeasibleError(
-            f"The budget of {self.budget_bytes:,} bytes ({format_bytes(self.budget_bytes)}) cannot be kept: {why}. "
-            f"Resident are {resident_bytes:,} bytes ({format_bytes(resident_bytes)}). Give at least {smallest:,} bytes "
-            f"({format_bytes(smallest)}), use smaller batches or an optimizer with less state, or go on with the most "
-            'saving plan by on_infeasible="warn".',
-            budget_bytes=self.budget_bytes,
-            resident_bytes=resident_bytes,
-            smallest_feasible_bytes=smallest,
-        )
-
-
-def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the actions to plan with.
-
-    Raises:
-        UnsupportedError: A name that is no action of this version.
-    """
-    if actions is None:
-        return ("recompute",)
-    unknown = [name for name in actions if name != "recompute"]
-    if unknown or not actions:
-        raise UnsupportedError(
-            f"actions={list(actions)!r} was asked for; this version plans with 'recompute' only. Leave actions out, or "
-            "pass actions=['recompute']."
-        )
-    return tuple(actions)
-
-
-def _dims(named: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in named.items())
-
-
-def _related(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
-
-
-def _fingerprint(model: nn.Module, device: torch.device, precision: str, units: Sequence[Unit]) -> str:
-    """Identifies what memory depends on: parameters and which are trained, the units, precision and device."""
-    digest = hashlib.sha256(precision.encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
-    digest.update("\n".join(unit.name for unit in units).encode())
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{type(model).__qualname__}/{kind}/{digest.hexdigest()[:16]}"

@@ -351,3 +351,8 @@ def _name(leaves: list[_Leaf], share: bool = True) -> dict[str, int]:
                 name += "'"
             dims[name] = shape[axis]
     return dims
+
+
+def dims_text(named: Mapping[str, int]) -> str:
+    """Named dimensions, for a line of text."""
+    return ", ".join(f"{name}={value}" for name, value in named.items())

@@ -9,10 +9,12 @@ trade behind Chen et al.'s sqrt(n) segments (arXiv 1604.06174), on the module tr
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from lightning_mimose.errors import UnitsError
@@ -170,3 +172,18 @@ def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total
         if cost <= best_cost:
             best, best_cost = cut, cost
     return best
+
+
+def related(one: str, other: str) -> bool:
+    """Whether two qualified names are the same, or one is inside the other."""
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def fingerprint(model: nn.Module, device: torch.device, precision: str, units: Sequence[Unit]) -> str:
+    """Identifies what memory depends on: parameters and which are trained, the units, precision and device."""
+    digest = hashlib.sha256(precision.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+    digest.update("\n".join(unit.name for unit in units).encode())
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{type(model).__qualname__}/{kind}/{digest.hexdigest()[:16]}"

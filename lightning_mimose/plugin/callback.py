@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.attempts import Attempts, is_out_of_memory
 from lightning_mimose.budget import format_bytes, parse_budget
-from lightning_mimose.engine import Engine, check_actions
+from lightning_mimose.engine import Engine
 from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan

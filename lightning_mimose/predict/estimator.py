@@ -202,7 +202,7 @@ class Estimator:
                     "sizes": [[list(map(list, key)), values.tolist()] for key, values in known.items()],
                 }
                 for structure, known in self._observed.items()
-            ]
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

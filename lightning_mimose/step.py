@@ -1,0 +1,64 @@
+"""The step that is running: what was decided about it, and what is being measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_mimose.advisor import Advice
+from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.sizes import BatchSize
+
+
+@dataclass
+class Step:
+    """The step that is running.
+
+    Attributes:
+        size: The batch's size.
+        batch_idx: Index in the epoch.
+        epoch: Index of the epoch.
+        advice: What the advisor said.
+        resident: What is resident.
+        batch_bytes: The batch's part of it.
+        actions: The plan in force.
+        planning_seconds: What planning took.
+        accumulates: Whether backward adds to gradients that are there.
+        known: Tensors that are no activations.
+        recorder: Measures the step, in those that are measured.
+        gradients: Follows its gradients, likewise.
+        measured_peak_bytes: What was measured so far.
+        reserved_peak_bytes: What the allocator reserved at most.
+        measuring: Whether the meter runs.
+        updating: Whether the update has begun.
+        retried: Whether it runs again after a failure.
+        in_backward: Whether backward has begun.
+    """
+
+    size: BatchSize
+    batch_idx: int
+    epoch: int
+    advice: Advice
+    resident: Resident
+    batch_bytes: int
+    actions: Mapping[str, str]
+    planning_seconds: float
+    accumulates: bool
+    known: Sequence[torch.Tensor]
+    recorder: StepRecorder | None = None
+    gradients: GradientLedger | None = None
+    measured_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    measuring: bool = False
+    updating: bool = False
+    retried: bool = False
+    in_backward: bool = False
+
+    @property
+    def sheltered(self) -> bool:
+        """Whether it runs under the most saving plan because nothing trustworthy is known yet."""
+        return self.advice.plan is None
