@@ -99,6 +99,8 @@ class Advisor:
         self.scheduler = Scheduler(planner)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
+        self.refused: dict[str, str] = {}
+        """Unit -> why it can never be recomputed, as the engine found out."""
         self.resident = Resident(0, 0, True, 0)
         self._surplus_bytes = 0
         self._inputs_die: bool | None = None
@@ -381,6 +383,7 @@ class Advisor:
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self._surplus_bytes,
             "inputs_die": self._inputs_die,
+            "refused": dict(self.refused),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -391,6 +394,7 @@ class Advisor:
         self.estimator.load_state_dict(state["estimator"])
         self._surplus_bytes = int(state["surplus_bytes"])
         self._inputs_die = state["inputs_die"]
+        self.refused = dict(state.get("refused", {}))
         return True
 
 

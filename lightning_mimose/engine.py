@@ -162,11 +162,12 @@ class Engine:
         }
         # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
         synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
-        self.refuse(dict.fromkeys(synced, COLLECTIVE))
+        self.refuse(dict.fromkeys(synced, COLLECTIVE) | self.advisor.refused)
         self._take_refusals()
 
     def _take_refusals(self) -> None:
         """Let plans and shelter do without the units that turned out not to be repeatable."""
+        self.advisor.refused = dict(self.session.refused)
         self.advisor.leave_out(self._left_out | self.session.refused.keys())
         cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
         self.advisor.shelter = self.session.standing(cut)

@@ -17,6 +17,7 @@ from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan
 from lightning_mimose.plugin.evaluation import EvaluationMeter
+from lightning_mimose.plugin.ranks import release_peers
 from lightning_mimose.plugin.retry import RetryHook, keep_logged, why_not
 from lightning_mimose.plugin.support import (
     GradientHabits,
@@ -326,9 +327,11 @@ class MimoseCallback(Callback):
         self._evaluation.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was, and no other rank waiting for this one."""
         self._close()
         self._let_go()
+        if isinstance(exception, Exception) and not self._idle:
+            release_peers(trainer.strategy)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the model as it was."""

@@ -14,7 +14,7 @@ _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy")
 _REFUSED = {
     "FSDPStrategy": "its flat parameters are gathered inside the units",
     "DeepSpeedStrategy": "it partitions parameters while a unit runs",
-    "ModelParallelStrategy": "its collectives need the same plan on every rank",
+    "ModelParallelStrategy": "parameters gathered for a unit come and go in a step, which is not predicted yet",
     "XLAStrategy": "XLA traces the whole step",
     "XLAFSDPStrategy": "XLA traces the whole step",
     "SingleDeviceXLAStrategy": "XLA traces the whole step",
