@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal
 
 from lightning_mimose.budget import format_bytes
@@ -177,7 +178,7 @@ class Advisor:
 
         The shelter is a cut chosen before anything was measured; what is known by now may name a leaner one.
         """
-        if self.sure_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
+        if self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
             return None
         least = least_peak_heuristic(timeline)
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
@@ -364,7 +365,10 @@ class Advisor:
         return dict(self._least(timeline))
 
     def sure_bytes(self, timeline: Timeline) -> int:
-        """The least budget that is sure to do: the peak of the plan that a run which knows nothing starts with."""
+        """The least budget that is sure to do: for the plan that a run which knows nothing starts with."""
+        return with_reserve(self._shelter_bytes(timeline))
+
+    def _shelter_bytes(self, timeline: Timeline) -> int:
         known = timeline.option_index
         return timeline.peak_bytes({unit: a for unit, a in self.shelter.items() if (unit, a) in known})
 
@@ -396,6 +400,16 @@ class Advisor:
         self._inputs_die = state["inputs_die"]
         self.refused = dict(state.get("refused", {}))
         return True
+
+
+def with_reserve(peak_bytes: int) -> int:
+    """The budget that has this peak and the reserve in it: what is named as enough must also be enough for plans.
+
+    Example:
+        >>> with_reserve(998)
+        1000
+    """
+    return ceil(peak_bytes / (1 - RESERVE_SHARE))
 
 
 def _is_size(value: Any) -> bool:

@@ -21,7 +21,7 @@ from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
-from lightning_mimose.advisor import Advice, Advisor, PlannerChoice
+from lightning_mimose.advisor import Advice, Advisor, PlannerChoice, with_reserve
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
     DeviceMemoryError,
@@ -46,6 +46,9 @@ from lightning_mimose.units import Unit, find_units, fingerprint, related
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
+
+UNMEASURED_STEPS = 3
+"""Steps in a row that could not be measured before the user is told."""
 
 
 class Engine:
@@ -111,6 +114,7 @@ class Engine:
         self._told: set[str] = set()
         self._warned = False
         self._verified = 0
+        self._unmeasured = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -388,7 +392,16 @@ class Engine:
         self.session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
         step.gradients.close()
         if not trace.marks:
+            self._unmeasured += 1
+            if self._unmeasured == UNMEASURED_STEPS:
+                warnings.warn(
+                    f"{UNMEASURED_STEPS} steps in a row could not be measured: their backward runs in another thread, "
+                    "or a profiler starts inside them. Until some can be, every step recomputes all it may. Run "
+                    "backward in the thread of the forward, or start the profiler before the step.",
+                    stacklevel=4,
+                )
             return
+        self._unmeasured = 0
         peak = self._take_peak(step, trace)
         if not step.sheltered:
             plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
@@ -409,7 +422,7 @@ class Engine:
         if any("backward" in call.marks for call in trace.calls):
             self.advisor.learn(step.size, observe(trace, step.batch_bytes))
         if peak > self.budget_bytes:
-            self._infeasible(step.size, step.resident, peak, peak, "with every unit recomputed")
+            self._infeasible(step.size, step.resident, peak, with_reserve(peak), "with every unit recomputed")
 
     def _finish_update(self, step: Step) -> None:
         if step.recorder is None or not step.measuring:

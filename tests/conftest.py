@@ -15,8 +15,15 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is importe
 
 import lightning.pytorch as pl
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.conformance import Conformance
+
+# The same examples every time, so that a change is judged by itself; `--hypothesis-profile=nightly` looks for new ones.
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
+settings.register_profile("nightly", max_examples=500, deadline=None, suppress_health_check=SLOW, print_blob=True)
+settings.load_profile("ci")
 
 # What Lightning and torch set on purpose and leave: a seed, the launcher's variables. Each is taken away again below.
 ALLOWED_VARIABLES = frozenset(

@@ -8,18 +8,23 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.state import Saved, WrittenState
+
+# The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
+_TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
 
 
 class RegionObserver(Protocol):
@@ -101,5 +106,8 @@ def recompute(
                 observer.recomputed(out)
             return out
 
-    with set_checkpoint_early_stop(observer is None):
+    early = observer is None
+    if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:
+        return checkpoint(region, *tensors, use_reentrant=False, early_stop=early)
+    with set_checkpoint_early_stop(early):
         return checkpoint(region, *tensors, use_reentrant=False)

@@ -8,6 +8,7 @@ checkpoint's own sees which storages each nested unit saves.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -63,12 +64,15 @@ class StepRecorder:
         self._flops_before: dict[str, int] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
+        self._thread = 0
+        self._missed = False
 
     # --- the step ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
         self._meter = make_meter(self._device)
+        self._thread = threading.get_ident()
         self._meter.start()
         old, new = self._gradient_bytes()
         self._marks.append(Mark("step", "start", old, new))
@@ -94,6 +98,8 @@ class StepRecorder:
         """Open an interval; returns its index."""
         assert self._meter is not None
         self._meter.mark()
+        # On CPU a meter sees the thread it was started in, and a backward may run in another one.
+        self._missed = self._missed or (self._device.type == "cpu" and threading.get_ident() != self._thread)
         self._marks.append(Mark(owner, name, *self._gradient_bytes()))
         self._owners.append(len(self._marks) - 1)
         return len(self._marks) - 1
@@ -117,8 +123,9 @@ class StepRecorder:
         pieces = self._meter.stop()
         self._ids.clear()
         self._outputs.clear()
-        if len(pieces) != len(self._owners):
-            # A profiler of the user's own began inside the step and took the session over: nothing was measured.
+        if self._missed or len(pieces) != len(self._owners):
+            # Backward ran in another thread, or a profiler of the user's own began inside the step and took the session
+            # over: nothing was measured.
             return StepTrace((), (), ())
         marks = tuple(self._marks)
         owned: dict[int | None, list[Interval]] = {}
@@ -226,6 +233,9 @@ class StepRecorder:
 
         inside = [c for c in self._calls if c is not call and c.within(call)]
         self._replay, self._stack = iter(inside), [call]
+        around = _Held()
+        assert self._meter is not None
+        self._meter.hold(around, RNG_STATE_BYTES)  # the checkpoint keeps the present random state aside meanwhile
         call.marks["again"] = self.mark(call.key, "again")
         began = time.perf_counter()
         try:
@@ -289,6 +299,10 @@ class StepRecorder:
             self._next_id += 1
             number = self._ids[storage] = self._next_id
         return int(number)
+
+
+class _Held:
+    """Owns bytes that a meter is told of, as long as it lives."""
 
 
 class Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ class FlopTally(TorchDispatchMode):
         total: Operations so far.
     """
 
-    _current: FlopTally | None = None
+    _local = threading.local()
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,15 +25,16 @@ class FlopTally(TorchDispatchMode):
 
     @classmethod
     def active(cls) -> FlopTally | None:
-        """The tally that is entered now, if any."""
-        return cls._current
+        """The tally that this thread has entered now, if any."""
+        tally: FlopTally | None = getattr(cls._local, "current", None)
+        return tally
 
     def __enter__(self) -> Any:
-        FlopTally._current = self
+        FlopTally._local.current = self
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
-        FlopTally._current = None
+        FlopTally._local.current = None
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import profiler as _profiler
 from torch.autograd.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.measure.scratch import scratch_bytes
 
 _MARK = "lightning_mimose/"
+_session = threading.Lock()
+"""Held while a `ProfilerMeter` runs."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,11 @@ def make_meter(device: torch.device) -> Meter:
     """The best meter for a device at this moment."""
     if device.type != "cpu":
         return AcceleratorMeter(device)
-    if torch._C._autograd._profiler_enabled():
+    # There is one session in a process, and a second one that another thread opens ends it with a crash. The first
+    # question is answered per thread, the second for sessions that were opened from Python.
+    if torch._C._autograd._profiler_enabled() or getattr(_profiler, "_is_profiler_enabled", False):
         return DispatchMeter()
-    return ProfilerMeter()
+    return DispatchMeter() if _session.locked() else ProfilerMeter()
 
 
 def has_memory_counters(device: torch.device) -> bool:
@@ -134,10 +140,11 @@ class ProfilerMeter:
         self.reserved_peak_bytes: int | None = None
 
     def start(self) -> None:
-        """Start the profiler."""
+        """Start the profiler; waits for another thread's session to end, if one began since `make_meter` looked."""
+        _session.acquire()
+        self._running = True
         with _quiet_kineto():
             self._profile.__enter__()
-        self._running = True
         _set_cpp_log_level(2)
         self.mark()
 
@@ -153,9 +160,12 @@ class ProfilerMeter:
         """Stop the profiler and replay its trace."""
         if self._running:
             self._running = False
-            with _quiet_kineto():
-                self._profile.__exit__(None, None, None)
-            _set_cpp_log_level(None)
+            try:
+                with _quiet_kineto():
+                    self._profile.__exit__(None, None, None)
+                _set_cpp_log_level(None)
+            finally:
+                _session.release()
         results = self._profile.kineto_results
         if results is None:
             return []

@@ -151,10 +151,10 @@ def _region(call: Call) -> Call:
 
 def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]:
     index = {unit: i for i, unit in enumerate(units)}
-    parents = dict.fromkeys(units, -1)
+    parents: dict[str, int] = {}
     for call in calls:
-        if call.parent is not None:
-            parents[call.unit] = index[call.parent.unit]
+        # Of its first call: that begins after its parent's first, so parents form a tree whoever else calls the unit.
+        parents.setdefault(call.unit, index[call.parent.unit] if call.parent is not None else -1)
     return tuple(parents[unit] for unit in units)
 
 

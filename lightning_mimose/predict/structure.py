@@ -120,7 +120,7 @@ class Structure:
 
     Attributes:
         units: Units that were called, in forward order.
-        parents: Index of the nearest enclosing called unit, -1 at the top.
+        parents: Index of the unit that encloses a unit's first call most nearly, -1 at the top.
         calls: Every call.
         positions: Every position.
         loose: Storages held only by recomputed calls.
@@ -187,6 +187,25 @@ class Structure:
         return alive
 
     @cached_property
+    def _spared(self) -> NDArray[np.bool_]:
+        """Shape (calls,): whether recomputing its unit is what frees what a call saves.
+
+        A unit that several units share is a part of one of them only, its parent, with which it never acts at once.
+        With another one it may: what its call saves in there is freed by that one, and must not count twice.
+        """
+        index = {unit: i for i, unit in enumerate(self.units)}
+        spared = np.zeros(len(self.calls), dtype=bool)
+        around: list[int] = []
+        for i in sorted(range(len(self.calls)), key=lambda i: self.calls[i].in_time):
+            call = self.calls[i]
+            while around and self.calls[around[-1]].out_time < call.in_time:
+                around.pop()
+            parent = index[self.calls[around[-1]].unit] if around else -1
+            spared[i] = parent == self.parents[index[call.unit]] and (not around or spared[around[-1]])
+            around.append(i)
+        return spared
+
+    @cached_property
     def _arrays(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_], NDArray[np.int64]]:
         column = np.array([p.column for p in self.positions], dtype=np.intp)
         entry = np.array([p.entry for p in self.positions], dtype=np.intp)
@@ -234,18 +253,20 @@ class Structure:
         extra: list[tuple[int, int]] = []
         for index, unit in enumerate(self.units):
             members = [self.calls[i] for i in calls_of[unit]]
-            saved = sum(int(value[c.saved]) for c in members)
+            saved = sum(int(value[self.calls[i].saved]) for i in calls_of[unit] if self._spared[i])
             if unit in left_out or saved < minimum_bytes or any(c.backward_time == NEVER for c in members):
                 continue
             row = np.zeros(len(self.positions), dtype=np.int64)
             for i in calls_of[unit]:
                 call = self.calls[i]
+                extra.append((len(options), i))
+                if not self._spared[i]:
+                    continue
                 row += self._alive[i] * value[call.saved]
                 if call.entry >= 0:
                     inside = (call.in_time <= times) & (times < call.out_time) & ~backward
                     limit = resident.lasting_bytes + before + value[call.entry] + value[call.lean]
                     row += np.where(inside, np.maximum(base - limit, 0), 0)
-                extra.append((len(options), i))
             flops = sum(float(values[c.flops]) for c in members)
             options.append(Option(index, "recompute", _seconds(flops, saved, len(members), seconds_per_flop)))
             relief.append(row)

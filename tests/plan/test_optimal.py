@@ -26,6 +26,7 @@ from tests.plan.strategies import (
 FEW = settings(deadline=None, max_examples=60)
 
 
+@pytest.mark.conformance("How people train", "the exact plan is the fastest of all there are", "works")
 @FEW
 @given(problems())
 def test_equals_brute_force(problem: tuple[Timeline, int]) -> None:
