@@ -41,11 +41,14 @@ from lightning_mimose.refusal import device_memory_error, infeasible_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sizes import BatchSize, dims_text
 from lightning_mimose.step import Step
-from lightning_mimose.units import Unit, find_units, fingerprint, related
+from lightning_mimose.units import Unit, find_units, fingerprint, related, runs_torchscript, whole_graphs
 
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
+
+SCRIPTED = "it runs TorchScript, whose first runs differ from later ones in their last bits"
+"""Why a scripted unit is left alone."""
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
@@ -65,6 +68,7 @@ class Engine:
         device: Where the step runs; None asks the model's parameters.
         bucket_bytes: What a distributed wrapper keeps resident besides.
         precision: Names what the steps run in; what was learnt in another precision is not used.
+        profile: Whether torch's profiler is free to be used for measuring.
 
     Raises:
         BudgetError: The budget cannot be understood, or exceeds the device.
@@ -84,10 +88,12 @@ class Engine:
         device: torch.device | None = None,
         bucket_bytes: int = 0,
         precision: str = "",
+        profile: bool = True,
     ) -> None:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         self.on_infeasible = on_infeasible
+        self.profile = profile
         self.actions = check_actions(actions)
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
@@ -112,7 +118,7 @@ class Engine:
         self._planned = 0
         self._left_out: set[str] = set()
         self._told: set[str] = set()
-        self._warned = False
+        self._warned = self._unreached = self._told_retained = False
         self._verified = 0
         self._unmeasured = 0
 
@@ -154,6 +160,13 @@ class Engine:
                 f"{checkpointing_way_out(self.model)} to let the budget decide.",
                 stacklevel=3,
             )
+        for name, blocks in whole_graphs(self.model, usable).items():
+            warnings.warn(
+                f"{name!r} is one torch.compile graph of {len(blocks)} blocks ({blocks[0]!r}, ...): plans are made "
+                "outside compiled code, so it can only be recomputed as a whole, which lowers no peak. Compile each "
+                "block instead (block.compile()), or use torch._functorch.config.activation_memory_budget.",
+                stacklevel=3,
+            )
         self._caches.off(self.model)
         self._cap.apply()
         self._patched = tuple(usable)
@@ -166,7 +179,8 @@ class Engine:
         }
         # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
         synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
-        self.refuse(dict.fromkeys(synced, COLLECTIVE) | self.advisor.refused)
+        scripted = [unit.name for unit in usable if runs_torchscript(unit.module)]
+        self.refuse(dict.fromkeys(synced, COLLECTIVE) | dict.fromkeys(scripted, SCRIPTED) | self.advisor.refused)
         self._take_refusals()
 
     def _take_refusals(self) -> None:
@@ -200,9 +214,9 @@ class Engine:
         Raises:
             BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
         """
-        self.ledger.watch(optimizers)
         self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
         self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
+        self.ledger.watch(optimizers, sum(cost.growing_bytes for _, cost in self._costs))
         self._update_cost = OptimizerCost(
             sum(cost.state_bytes for _, cost in self._costs),
             max((cost.transient_bytes for _, cost in self._costs), default=0),
@@ -268,12 +282,13 @@ class Engine:
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
         )
+        self._step.unfilled_bytes = self.ledger.unfilled_bytes()
         self._arm(self._step)
 
     def _arm(self, step: Step) -> None:
         if step.sheltered or self._measures_planned_step():
             step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
-            step.recorder = StepRecorder(self.device, step.known, step.gradients)
+            step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
 
     def begin_forward(self) -> None:
@@ -301,18 +316,18 @@ class Engine:
             RecomputeError: The input of a unit that is to be recomputed was changed in place after its forward.
         """
         step = self._step
-        if step is None or step.updating:
+        if step is None:
             return
-        changed = self.session.changed_inputs()
+        changed = self.session.changed_inputs() if not step.updating else {}
         if changed:
             self.refuse(changed)
             raise RecomputeError(changed)
         step.in_backward = True
-        if step.gradients is None:
-            return
-        if step.recorder is not None and step.measuring:
+        # LBFGS evaluates the loss again inside its update, which is then more than an update.
+        step.evaluated_again = step.updating
+        if step.gradients is not None and step.recorder is not None and step.measuring:
             step.gradients.begin_backward()
-            step.recorder.begin_backward(loss if step.sheltered else None)
+            step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
 
     def before_update(self) -> None:
         """Backward is done; an optimizer is about to update.
@@ -328,7 +343,7 @@ class Engine:
         step.updating = True
         if measured:
             step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
-            step.recorder = StepRecorder(self.device, (), step.gradients)
+            step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
             step.recorder.start()
 
     def end_step(self) -> StepRecord | None:
@@ -356,7 +371,7 @@ class Engine:
             cache_hit=step.advice.cache_hit,
             retried=step.retried,
             budget_bytes=self.budget_bytes,
-            resident_bytes=step.resident.total_bytes,
+            resident_bytes=step.resident.total_bytes - step.unfilled_bytes,
             predicted_peak_bytes=step.advice.predicted_peak_bytes,
             measured_peak_bytes=step.measured_peak_bytes,
             reserved_peak_bytes=step.reserved_peak_bytes,
@@ -419,8 +434,24 @@ class Engine:
                     stacklevel=4,
                 )
             return
-        if any("backward" in call.marks for call in trace.calls):
+        if trace.retained:
+            if not self._told_retained:
+                self._told_retained = True
+                warnings.warn(
+                    "A step ran backward twice over one graph (retain_graph or create_graph): what is kept lives until "
+                    "the last pass, which no prediction describes, so such steps recompute as much as they can.",
+                    stacklevel=4,
+                )
+        elif any("backward" in call.marks for call in trace.calls):
             self.advisor.learn(step.size, observe(trace, step.batch_bytes))
+        elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
+            self._unreached = True
+            warnings.warn(
+                f"No unit of {type(self.model).__name__} was called in a step, so nothing can be recomputed. If the "
+                "step runs inside torch.compile, compile each block instead (block.compile()); if it does not call "
+                "the modules themselves, name those that it calls by units=.",
+                stacklevel=4,
+            )
         if peak > self.budget_bytes:
             self._infeasible(step.size, step.resident, peak, with_reserve(peak), "with every unit recomputed")
 
@@ -428,16 +459,20 @@ class Engine:
         if step.recorder is None or not step.measuring:
             return
         state_before = step.resident.lasting_bytes - step.batch_bytes
+        seen = step.recorder.sees_old_frees or not step.evaluated_again
         trace, step.recorder = step.recorder.stop(), None
+        if not seen:
+            step.measured_peak_bytes = None  # much of the memory that such an update frees is older than the step
+            return
         self._take_peak(step, trace)
-        if self.ledger.lasting_bytes() == state_before:
+        if self.ledger.lasting_bytes() == state_before and not step.evaluated_again:
             # The update as it really is replaces what was measured on small copies.
             transient = max((interval.peak_bytes for interval in trace.intervals), default=0)
             self._update_cost = OptimizerCost(self._update_cost.state_bytes, transient)
 
     def _take_peak(self, step: Step, trace: StepTrace) -> int:
         peak = step.resident.lasting_bytes + trace.peak_bytes
-        step.measured_peak_bytes = max(peak, step.measured_peak_bytes or 0)
+        step.measured_peak_bytes = max(peak - step.unfilled_bytes, step.measured_peak_bytes or 0)
         if trace.reserved_peak_bytes is not None:
             step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
             self.advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)

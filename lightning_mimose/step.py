@@ -37,6 +37,8 @@ class Step:
         updating: Whether the update has begun.
         retried: Whether it runs again after a failure.
         in_backward: Whether backward has begun.
+        unfilled_bytes: Part of what counts as resident that is only reserved.
+        evaluated_again: Whether the loss was evaluated again inside the update.
     """
 
     size: BatchSize
@@ -57,6 +59,8 @@ class Step:
     updating: bool = False
     retried: bool = False
     in_backward: bool = False
+    unfilled_bytes: int = 0
+    evaluated_again: bool = False
 
     @property
     def sheltered(self) -> bool:

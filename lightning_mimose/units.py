@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from lightning_mimose.errors import UnitsError
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Leaves of torch.nn whose forward holds far more than their inputs.
 _HEAVY_LEAVES = (nn.RNNBase, nn.MultiheadAttention)
+# What `torch.compile(module)` calls the module it wraps.
+_COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,13 @@ class Unit:
     shelter: bool
 
 
-def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple[Unit, ...]:
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, closed: bool = True) -> tuple[Unit, ...]:
     """Find the units of a model, in the order of registration, parents before their parts.
 
     Args:
         model: Any module.
         patterns: fnmatch patterns on qualified names, or class names; None finds the units by itself.
+        closed: Whether compiled and scripted modules are units at most as a whole: nothing reaches their parts.
 
     Raises:
         UnitsError: A pattern that matches nothing, or a model in which nothing can be planned.
@@ -61,6 +65,9 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple
         ['0', '1', '2']
     """
     modules = [(name, module) for name, module in model.named_modules() if name]
+    if closed:
+        whole = tuple(f"{name}." for name, module in modules if _is_closed(module))
+        modules = [(name, module) for name, module in modules if not name.startswith(whole)]
     if patterns is None:
         wanted = {name for name, module in modules if _is_candidate(module)}
     else:
@@ -87,9 +94,49 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> tuple
     )
 
 
+def whole_graphs(model: nn.Module, units: Sequence[Unit]) -> dict[str, list[str]]:
+    """Units that are one compiled graph of several blocks, with the blocks that nothing can plan for it."""
+    compiled = [unit.name for unit in units if is_compiled(unit.module)]
+    blocks = [unit.name for unit in find_units(model, closed=False) if unit.shelter] if compiled else []
+    inside = {name: [block for block in blocks if block.startswith(f"{name}.")] for name in compiled}
+    return {name: blocks for name, blocks in inside.items() if len(blocks) > 1}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was given to `torch.compile`, or compiled in place by `module.compile()`."""
+    return _COMPILED in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def runs_torchscript(module: nn.Module) -> bool:
+    """Whether a module or a part of it was scripted, or calls a scripted function that its forward or it names.
+
+    TorchScript watches its first runs and computes with other kernels from then on, so that one run more changes bits.
+    """
+    return any(_names_script(part) for part in module.modules())
+
+
+def _names_script(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    code = getattr(type(module).forward, "__code__", None)
+    known = getattr(type(module).forward, "__globals__", {})
+    named = [known.get(name) for name in code.co_names] if code is not None else []
+    return any(isinstance(value, torch.jit.ScriptFunction) for value in [*named, *vars(module).values()])
+
+
+def _is_closed(module: nn.Module) -> bool:
+    return is_compiled(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return getattr(module, _COMPILED) if _COMPILED in module._modules else module
+
+
 def _is_candidate(module: nn.Module) -> bool:
     """Whether a module may hold more than it is given: not a container, not a single elementary layer."""
-    if isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward:
+    module = _uncompiled(module)
+    # Looked up without binding: the descriptor of a ScriptModule's class refuses to be read.
+    if isinstance(module, _CONTAINERS) or getattr_static(type(module), "forward") is nn.Module.forward:
         return False
     if isinstance(module, _HEAVY_LEAVES) or any(True for _ in module.children()):
         return True
@@ -103,7 +150,8 @@ def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str])
         found = {
             name
             for name, module in modules
-            if (fnmatchcase(name, pattern) or type(module).__name__ == pattern) and not isinstance(module, _CONTAINERS)
+            if (fnmatchcase(name, pattern) or type(_uncompiled(module)).__name__ == pattern)
+            and not isinstance(module, _CONTAINERS)
         }
         if not found:
             classes = sorted({type(module).__name__ for _, module in modules})

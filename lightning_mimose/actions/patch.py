@@ -3,6 +3,9 @@
 `forward` is replaced, never `__call__`, so module hooks stay outside a recomputed region and run once. The
 replacement is a plain function bound to the instance: a deep copy made during training (SWA, EMA) binds it to
 the copy, which nobody registered, and so runs the copy's own forward.
+
+Of a module that was compiled in place (`module.compile()`) the compiled call is replaced instead, so that plans are
+read outside compiled code. Where a patched module is called inside somebody's compiled code, it does as it would alone.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 Handler: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -30,12 +34,30 @@ _handlers: dict[int, _Entry] = {}
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The replacement; its name makes a pickled bound method resolve to the class's own forward."""
+    if torch.compiler.is_compiling():
+        return _own_forward(self, args, kwargs)
     entry = _handlers.get(id(self))
     return _own_forward(self, args, kwargs) if entry is None else entry.handler(args, kwargs)
 
 
+class _CompiledCall:
+    """Stands in the place of a module's compiled call; copies and pickles of a module leave that behind."""
+
+    def __init__(self, key: int, original: Callable[..., Any]) -> None:
+        self.key, self.original = key, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        entry = _handlers.get(self.key)
+        return self.original(*args, **kwargs) if entry is None else entry.handler(args, kwargs)
+
+
 def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler]) -> None:
     """Replace a module's forward by the handler that `make_handler` builds around the original one."""
+    if module._compiled_call_impl is not None:
+        _patch_compiled(module, module._compiled_call_impl, make_handler)
+        return
     original = module.__dict__.get("forward")
     if getattr(original, "__func__", None) is forward:  # a copy of a patched module
         original = module.__dict__.get(_ORIGINAL)
@@ -47,10 +69,29 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
+def _patch_compiled(
+    module: nn.Module, original: Callable[..., Any], make_handler: Callable[[Callable[..., Any]], Handler]
+) -> None:
+    key = id(module)
+    alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
+    vars(module)["_compiled_call_impl"] = _CompiledCall(key, original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiled = alive()
+        assert compiled is not None
+        return vars(compiled)["_compiled_call_impl"].original(*args, **kwargs)
+
+    _handlers[key] = _Entry(make_handler(call), False, alive)
+
+
 def unpatch(module: nn.Module) -> None:
     """Undo `patch`; does nothing on a module that is not patched."""
     entry = _handlers.pop(id(module), None)
     if entry is None:
+        return
+    compiled = module._compiled_call_impl
+    if isinstance(compiled, _CompiledCall):
+        vars(module)["_compiled_call_impl"] = compiled.original
         return
     module.__dict__.pop("forward", None)
     if entry.had_own:

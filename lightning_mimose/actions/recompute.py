@@ -9,8 +9,8 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
@@ -100,14 +100,30 @@ def recompute(
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
-        with state.restored(before), running_again(), observer.recompute_run() if observer else nullcontext():
+        watched = observer.recompute_run() if observer else _stopped_in_torchscript()
+        with state.restored(before), running_again(), watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out)
             return out
+        return None
 
     early = observer is None
     if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:
         return checkpoint(region, *tensors, use_reentrant=False, early_stop=early)
     with set_checkpoint_early_stop(early):
         return checkpoint(region, *tensors, use_reentrant=False)
+
+
+@contextmanager
+def _stopped_in_torchscript() -> Iterator[None]:
+    """Let a recomputation be stopped early inside a function or module that `torch.jit.script` made.
+
+    The exception that stops it cannot pass through TorchScript's interpreter, which raises another in its place. If
+    it was anything else that went wrong, tensors are missing afterwards, and the checkpoint says so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "failed in the TorchScript interpreter" not in str(error):
+            raise

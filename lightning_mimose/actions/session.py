@@ -30,7 +30,7 @@ class Session:
         actions: Unit name -> action, for this step.
         recorder: Records the units' calls, in the steps that learn.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
-        foreign: Whether units were seen inside somebody else's checkpoint.
+        foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
         trial: The run beside the step that a unit is proven by, while it lasts.
@@ -187,18 +187,27 @@ def _out_of_reach(name: str, session: Session) -> bool:
     """Whether a call is no business of the plan's: it is in somebody else's transform, region or recomputation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True  # torch.func refuses saved-tensor hooks
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        return True  # and so does whoever switched them off
     if torch._C._current_graph_task_id() != -1:
         return True  # a forward inside a backward pass runs a region again, which must save what it saved before
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return True  # torch.autograd.graph.disable_saved_tensors_hooks
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
+    if hooks is None:
         return False
     if not session.foreign:
         session.foreign = True
-        warnings.warn(
-            f"Unit {name!r} is called inside a torch.utils.checkpoint region of your own, so it is recomputed "
-            "whatever the plan says. Remove that checkpoint to let the budget decide.",
-            stacklevel=2,
-        )
+        warnings.warn(_whose(name, hooks[0]), stacklevel=2)
     return True
+
+
+def _whose(name: str, pack: Any) -> str:
+    if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook"):
+        return (
+            f"Unit {name!r} is called inside a torch.utils.checkpoint region of your own, so it is recomputed "
+            "whatever the plan says. Remove that checkpoint to let the budget decide."
+        )
+    # They may change what they are given (offload it, compress it), and a recomputation would pass them by.
+    return (
+        f"Unit {name!r} is called inside saved-tensor hooks of your own (torch.autograd.graph.save_on_cpu or "
+        "saved_tensors_hooks): they decide what is kept, so it is not recomputed. Remove them to let the budget decide."
+    )

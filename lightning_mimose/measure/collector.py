@@ -38,6 +38,7 @@ class StepRecorder:
         resident: Storages that are not activations (parameters, buffers), left out of what units save.
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
+        profile: Whether torch's profiler is free to be used.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class StepRecorder:
         gradient_bytes: GradientBytes,
         *,
         count_flops: bool = True,
+        profile: bool = True,
     ) -> None:
         self._device = device
         self._meter: Meter | None = None
+        self._profile = profile
         self._gradient_bytes = gradient_bytes
         self._resident = {t.untyped_storage()._cdata for t in resident if t.layout == torch.strided}
         self._ids: Any = WeakIdKeyDictionary()
@@ -66,12 +69,13 @@ class StepRecorder:
         self._saved_between: set[int] = set()
         self._thread = 0
         self._missed = False
+        self._retained = False
 
     # --- the step ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
-        self._meter = make_meter(self._device)
+        self._meter = make_meter(self._device, profile=self._profile)
         self._thread = threading.get_ident()
         self._meter.start()
         old, new = self._gradient_bytes()
@@ -147,7 +151,13 @@ class StepRecorder:
             frozenset(self._saved_between),
             self._meter.reserved_peak_bytes,
             marks[0].old_gradient_bytes + aside,
+            self._retained,
         )
+
+    @property
+    def sees_old_frees(self) -> bool:
+        """Whether the meter sees memory go that is older than its start."""
+        return self._meter is not None and self._meter.sees_old_frees
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
 
@@ -214,7 +224,8 @@ class StepRecorder:
     @contextmanager
     def _replayed(self, call: Call) -> Iterator[None]:
         """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
-        if "again" in call.marks:  # a second backward over the same graph teaches nothing new
+        if "again" in call.marks:  # a second backward over the same graph
+            self._retained = True
             yield
             return
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -29,6 +29,11 @@ class FlopTally(TorchDispatchMode):
         tally: FlopTally | None = getattr(cls._local, "current", None)
         return tally
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled blocks run compiled: otherwise they run eagerly here, and save other tensors than in forward."""
+        return True
+
     def __enter__(self) -> Any:
         FlopTally._local.current = self
         return super().__enter__()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 
 class GradientLedger:
@@ -20,9 +21,11 @@ class GradientLedger:
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, int]], *, follow: bool) -> None:
         self._follow = follow
         self._parameters = parameters
+        # An old gradient is one that was there at the start: the same tensor, which later backward passes add to.
+        self._first = {id(p): TensorWeakRef(p.grad) for p, _ in parameters if p.grad is not None}
         self._old_bytes = sum(size for parameter, size in parameters if parameter.grad is not None)
         self._new_bytes = 0
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, RemovableHandle] = {}
         self._counted: set[int] = set()
 
     def __call__(self) -> tuple[int, int]:
@@ -30,31 +33,37 @@ class GradientLedger:
         return self._old_bytes, self._new_bytes
 
     def begin_backward(self) -> None:
-        """Look at what is left of the old gradients, and count new ones as they are made."""
-        old = new = 0
+        """Look at what there is, and count new gradients as they are made; once per backward pass of the step."""
+        self._old_bytes = self._new_bytes = 0
+        self._counted.clear()
         for parameter, size in self._parameters:
             if parameter.grad is not None:
-                if id(parameter) in self._counted:
-                    new += size
+                if self._is_old(parameter):
+                    self._old_bytes += size
                 else:
-                    old += size
-        self._old_bytes, self._new_bytes = old, new
-        if self._follow and not self._handles:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._made(size, parameter.grad is not None))
-                for parameter, size in self._parameters
-                if parameter.requires_grad
-            ]
+                    self._count(parameter, size)
+            # What is frozen now may be trained in the next backward pass: two networks that take turns.
+            if self._follow and parameter.requires_grad and id(parameter) not in self._handles:
+                hook = self._made(size)
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
-    def _made(self, size: int, existed: bool) -> Callable[[torch.Tensor], None]:
+    def _is_old(self, parameter: torch.Tensor) -> bool:
+        first = self._first.get(id(parameter))
+        return first is not None and first() is parameter.grad
+
+    def _count(self, parameter: torch.Tensor, size: int) -> None:
+        if id(parameter) not in self._counted:
+            self._counted.add(id(parameter))
+            self._new_bytes += size
+
+    def _made(self, size: int) -> Callable[[torch.Tensor], None]:
         def made(parameter: torch.Tensor) -> None:
-            if not existed and id(parameter) not in self._counted:
-                self._counted.add(id(parameter))
-                self._new_bytes += size
+            if not self._is_old(parameter):
+                self._count(parameter, size)
 
         return made
 
     def close(self) -> None:
         """Remove every hook."""
         while self._handles:
-            self._handles.pop().remove()
+            self._handles.popitem()[1].remove()

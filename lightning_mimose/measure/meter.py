@@ -68,13 +68,19 @@ class Meter(Protocol):
         """End, and return every interval in order."""
 
 
-def make_meter(device: torch.device) -> Meter:
-    """The best meter for a device at this moment."""
+def make_meter(device: torch.device, *, profile: bool = True) -> Meter:
+    """The best meter for a device at this moment.
+
+    Args:
+        device: What is measured.
+        profile: False where somebody else's profiler may start at any time; torch allows one.
+    """
     if device.type != "cpu":
         return AcceleratorMeter(device)
     # There is one session in a process, and a second one that another thread opens ends it with a crash. The first
     # question is answered per thread, the second for sessions that were opened from Python.
-    if torch._C._autograd._profiler_enabled() or getattr(_profiler, "_is_profiler_enabled", False):
+    taken = torch._C._autograd._profiler_enabled() or getattr(_profiler, "_is_profiler_enabled", False)
+    if taken or not profile:
         return DispatchMeter()
     return DispatchMeter() if _session.locked() else ProfilerMeter()
 

@@ -82,10 +82,13 @@ class OptimizerCost:
     Attributes:
         state_bytes: Bytes that the first update will add and keep.
         transient_bytes: Bytes that every update needs at once besides.
+        growing_bytes: All that is ever kept by an optimizer whose state grows from update to update, and that evaluates
+            the loss while it holds its temporaries: what is missing of it is reserved from the start.
     """
 
     state_bytes: int
     transient_bytes: int
+    growing_bytes: int = 0
 
 
 def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
@@ -103,6 +106,12 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
     fresh = storage_bytes(p for p in trainable if not optimizer.state.get(p))
     if not total:
         return OptimizerCost(0, 0)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # Counted in parameters: its history (a direction and a step per entry), the last direction and gradient, and
+        # what an update holds besides, more of it with a line search. Measured: `tests/measure/test_resident.py`.
+        group = optimizer.param_groups[0]
+        kept = 2 * group["history_size"] + 2 + (5 if group["line_search_fn"] is None else 8)
+        return OptimizerCost(0, 0, kept * total)
     try:
         state_ratio, transient_ratio = _measured_ratios(optimizer, trainable[0].dtype)
     except Exception:  # any optimizer may be passed; failing to copy it must not end a training
@@ -146,6 +155,7 @@ class ResidentLedger:
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._growing_bytes = 0
         self._state_entries = -1
         self._state_bytes = 0
         self.gradient_bytes = 0
@@ -163,9 +173,10 @@ class ResidentLedger:
         self._parameters = [(p, p.numel() * p.element_size()) for p in parameters]
         self.count_gradients()
 
-    def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Name the optimizers whose state is resident."""
+    def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
+        """Name the optimizers whose state is resident, and how much it grows to where it grows with every update."""
         self._optimizers = tuple(optimizers)
+        self._growing_bytes = growing_bytes
         self._state_entries = -1
 
     @property
@@ -196,7 +207,11 @@ class ResidentLedger:
 
     def lasting_bytes(self) -> int:
         """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
-        return self._fixed_bytes + self.state_bytes()
+        return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes()
+
+    def unfilled_bytes(self) -> int:
+        """The part of it that is only reserved: state that grows and has not come yet."""
+        return max(0, self._growing_bytes - self.state_bytes()) if self._growing_bytes else 0
 
     def parameters(self) -> list[tuple[nn.Parameter, int]]:
         """Every parameter with its bytes."""

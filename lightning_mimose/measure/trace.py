@@ -75,6 +75,7 @@ class StepTrace:
         saved_between: Storage ids that operations outside every region saved for backward.
         reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
         aside_peak_bytes: Largest bytes while something ran that is no part of the step (units being proven).
+        retained: Whether a region was recomputed for a second backward pass over the same graph.
     """
 
     calls: tuple[Call, ...]
@@ -83,6 +84,7 @@ class StepTrace:
     saved_between: frozenset[int] = frozenset()
     reserved_peak_bytes: int | None = None
     aside_peak_bytes: int = 0
+    retained: bool = False
 
     @property
     def peak_bytes(self) -> int:

@@ -28,6 +28,7 @@ from lightning_mimose.plugin.support import (
     precision_of,
     tell,
     trained_parameters,
+    uses_torch_profiler,
     warn,
 )
 from lightning_mimose.report.metrics import StepMetrics
@@ -59,7 +60,8 @@ class MimoseCallback(Callback):
 
     Limitations:
         With manual optimization a batch that breaks the budget is found out after its updates, not before them.
-        LBFGS evaluates the loss several times a step while its state grows; the budget bounds the first evaluation.
+        LBFGS fills its history step by step; all of it is reserved from the start, so its first steps are predicted
+        higher than they are.
 
     Metrics:
         mimose/peak_bytes, mimose/predicted_peak_bytes, mimose/budget_bytes (bytes), mimose/recomputed_units,
@@ -205,11 +207,6 @@ class MimoseCallback(Callback):
             f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on "
             f"{engine.memory.description}, {len(engine.units)} units found"
         )
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-            tell(
-                "mimose: LBFGS evaluates the loss several times a step while its state grows: of each step the budget "
-                "bounds the first evaluation"
-            )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: str | int | float) -> Engine:
         engine = Engine(
@@ -223,6 +220,7 @@ class MimoseCallback(Callback):
             device=trainer.strategy.root_device,
             bucket_bytes=bucket_bytes(trainer.strategy, pl_module),
             precision=precision_of(trainer.strategy),
+            profile=not uses_torch_profiler(trainer.profiler),  # type: ignore[attr-defined]
         )
         engine.advisor.announce = tell
         self._take_over_knowledge(engine)

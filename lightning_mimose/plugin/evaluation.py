@@ -29,7 +29,7 @@ class EvaluationMeter:
         self._stage = stage
         engine.ledger.count_gradients()
         self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + batch_bytes(batch)
-        self._meter = make_meter(engine.device)
+        self._meter = make_meter(engine.device, profile=engine.profile)
         self._meter.start()
 
     def end(self) -> None:

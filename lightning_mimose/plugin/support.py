@@ -126,6 +126,11 @@ def precision_of(strategy: Any) -> str:
     return f"{type(plugin).__name__} {getattr(plugin, 'precision', '')}"
 
 
+def uses_torch_profiler(profiler: Any) -> bool:
+    """Whether a trainer's profiler starts torch's own, which it does in mid-step and which bears no other beside it."""
+    return any(kind.__name__ == "PyTorchProfiler" for kind in type(profiler).__mro__)
+
+
 class GradientHabits:
     """Whether the loop frees last step's gradients between a batch's forward and backward.
 

@@ -29,7 +29,19 @@ def held(fit: Fit, callback: MimoseCallback) -> bool:
     return max(fit.peaks) <= callback.budget_bytes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=pytest.mark.conformance("How people train", what, "works"))
+        for variant, what in {
+            "dropout": "fp32, dropout",
+            "batch norm": "fp32, BatchNorm",
+            "autocast": "precision='bf16-mixed'",
+            "accumulation and clipping": "gradient accumulation, gradient clipping",
+            "batch norm, accumulation": "gradient accumulation, BatchNorm",
+        }.items()
+    ],
+)
 def test_thirty_steps_are_held_and_exact(variant: str) -> None:
     """Weights, buffers included, are bit for bit those of the run without the plugin, and no step is over."""
     kind, options = VARIANTS[variant]
@@ -167,7 +179,18 @@ class Explicit(Task):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("task", [Manual, Alternating, Zeroing, Explicit], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, id=task.__name__, marks=pytest.mark.conformance("How people train", what, "works"))
+        for task, what in [
+            (Manual, "manual optimization"),
+            (Alternating, "manual optimization with two optimizers"),
+            (Zeroing, "an optimizer_zero_grad of one's own"),
+            (Explicit, "an optimizer_zero_grad of one's own"),
+        ]
+    ],
+)
 def test_unusual_loops_are_held_and_exact(task: type[Task]) -> None:
     """Manual optimization is measured in one session; other ways of zeroing do no harm."""
     data = batches(count=14)

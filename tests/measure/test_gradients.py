@@ -98,3 +98,18 @@ def test_without_following_no_hooks_are_registered() -> None:
     ledger = GradientLedger(sized(net), follow=False)
     ledger.begin_backward()
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+def test_networks_that_take_turns_are_both_followed() -> None:
+    """What is frozen in the first backward pass may be trained in the second, and zeroed in between."""
+    net = model()
+    backward(net)
+    ledger = GradientLedger(sized(net), follow=True)
+    for trained, other, seen in ((net[0], net[1], (32, 64)), (net[1], net[0], (0, 96))):
+        other.requires_grad_(False)
+        trained.zero_grad(set_to_none=True)
+        ledger.begin_backward()
+        backward(net)
+        assert ledger() == seen
+        other.requires_grad_(True)
+    ledger.close()

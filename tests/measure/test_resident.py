@@ -236,3 +236,35 @@ def test_refresh_notices_changed_parameters() -> None:
     model.bfloat16()
     ledger.refresh()
     assert ledger.lasting_bytes() == 128
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("history", [3, 10])
+def test_the_history_of_lbfgs_is_reserved_in_full(history: int, search: str | None) -> None:
+    """Whatever is alive while it evaluates and updates, gradients apart; and not much more is reserved than that."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(100, 100)), nn.Parameter(torch.randn(10000))])
+    optimizer = torch.optim.LBFGS(
+        model.parameters(),
+        lr=0.05 if search is None else 1,
+        history_size=history,
+        line_search_fn=search,
+        tolerance_grad=0,
+        tolerance_change=0,
+    )
+    scale = torch.logspace(-3, 3, 10000)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in model:
+                p.grad = (2 * p.view(-1) * scale**2 / 10000).view_as(p) + p.cos() / p.numel()
+            return torch.stack([((p.view(-1) * scale) ** 2).mean() + p.sin().mean() for p in model]).sum()
+
+    parameters = storage_bytes(model.parameters())
+    reserved = probe_optimizer(optimizer).growing_bytes
+    peaks = []
+    for _ in range(8):
+        with PeakMeter(model, optimizer) as meter:
+            optimizer.step(closure)
+        peaks.append(meter.peak_bytes - 2 * parameters)
+    assert 0.75 * reserved <= max(peaks) <= reserved + 0.01 * parameters

@@ -181,6 +181,7 @@ def test_other_stages_are_left_alone() -> None:
     MimoseCallback("1GB").setup(SimpleNamespace(callbacks=[], strategy=strategy), None, "test")  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:No unit of Constant was called")
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
