@@ -33,6 +33,8 @@ MISSED_SHARE = 0.008
 """A planned step that misses its prediction by more says that the fit is not what it seemed."""
 OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
+SEVERAL_PASSES_ERROR = 0.02
+"""Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -186,7 +188,8 @@ class Advisor:
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
-        free = int(RESERVE_SHARE * budget_bytes + 1.5 * prediction.error * peak)
+        error = max(prediction.error, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
+        free = int(RESERVE_SHARE * budget_bytes + 1.5 * error * peak)
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:

@@ -286,8 +286,10 @@ class Engine:
         self._arm(self._step)
 
     def _arm(self, step: Step) -> None:
-        if step.sheltered or self._measures_planned_step():
-            step.gradients = GradientLedger(self.ledger.parameters(), follow=step.sheltered)
+        if step.sheltered or self._measures_planned_step(step):
+            step.gradients = GradientLedger(
+                self.ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
+            )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
 
@@ -304,10 +306,13 @@ class Engine:
             if step.sheltered:
                 self.session.record(step.recorder)
 
-    def _measures_planned_step(self) -> bool:
-        if self.device.type != "cpu" or self._planned % MEASURE_EVERY == 0:
+    def _measures_planned_step(self, step: Step) -> bool:
+        if self.device.type != "cpu":
             return True
-        return self._verified < VERIFIED_STEPS
+        if not step.resident.zeroes_gradients and not step.accumulates:
+            # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
+            return False
+        return self._planned % MEASURE_EVERY == 0 or self._verified < VERIFIED_STEPS
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins.
@@ -443,7 +448,8 @@ class Engine:
                     stacklevel=4,
                 )
         elif any("backward" in call.marks for call in trace.calls):
-            self.advisor.learn(step.size, observe(trace, step.batch_bytes))
+            kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
+            self.advisor.learn(step.size, observe(trace, step.batch_bytes, kept))
         elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
             self._unreached = True
             warnings.warn(

@@ -16,10 +16,12 @@ class GradientLedger:
     Args:
         parameters: Every parameter with the bytes of its gradient.
         follow: Whether to count the gradients as they are made, with one hook per parameter.
+        anytime: Whether gradients may be freed at any time of the step (a loop that zeroes them by itself), so that
+            all of them are looked at whenever the bytes are asked for.
     """
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, int]], *, follow: bool) -> None:
-        self._follow = follow
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, int]], *, follow: bool, anytime: bool = False) -> None:
+        self._follow, self._anytime = follow, anytime
         self._parameters = parameters
         # An old gradient is one that was there at the start: the same tensor, which later backward passes add to.
         self._first = {id(p): TensorWeakRef(p.grad) for p, _ in parameters if p.grad is not None}
@@ -30,10 +32,20 @@ class GradientLedger:
 
     def __call__(self) -> tuple[int, int]:
         """(bytes older than the step, bytes made in it)."""
+        if self._anytime:
+            self._look()
         return self._old_bytes, self._new_bytes
 
     def begin_backward(self) -> None:
         """Look at what there is, and count new gradients as they are made; once per backward pass of the step."""
+        self._look()
+        for parameter, size in self._parameters:
+            # What is frozen now may be trained in the next backward pass: two networks that take turns.
+            if self._follow and parameter.requires_grad and id(parameter) not in self._handles:
+                hook = self._made(size)
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def _look(self) -> None:
         self._old_bytes = self._new_bytes = 0
         self._counted.clear()
         for parameter, size in self._parameters:
@@ -42,10 +54,6 @@ class GradientLedger:
                     self._old_bytes += size
                 else:
                     self._count(parameter, size)
-            # What is frozen now may be trained in the next backward pass: two networks that take turns.
-            if self._follow and parameter.requires_grad and id(parameter) not in self._handles:
-                hook = self._made(size)
-                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _is_old(self, parameter: torch.Tensor) -> bool:
         first = self._first.get(id(parameter))

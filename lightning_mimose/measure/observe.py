@@ -39,12 +39,14 @@ class _Columns:
         return len(self.values) - 1
 
 
-def observe(trace: StepTrace, batch_bytes: int) -> Observation:
+def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None = None) -> Observation:
     """Read a sheltered step: what was not recomputed in it cannot be, or saved nothing.
 
     Args:
         trace: What was recorded.
         batch_bytes: Bytes of the step's batch.
+        old_gradient_bytes: Bytes of gradients at its start, in a loop that frees them when it likes; None in one that
+            sets them to None between forward and backward.
     """
     columns = _Columns()
     activation = [
@@ -125,6 +127,7 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
                 column=columns.add(peak),
                 entry=entry,
                 gradient_bytes=mark.new_gradient_bytes,
+                old_gradient_bytes=0 if old_gradient_bytes is None else mark.old_gradient_bytes,
             )
         )
     units = tuple(dict.fromkeys(call.unit for call in trace.calls))
@@ -137,6 +140,7 @@ def observe(trace: StepTrace, batch_bytes: int) -> Observation:
         loose=loose,
         batch=columns.add(batch_bytes),
         columns=len(columns.values),
+        old_gradient_bytes=old_gradient_bytes,
     )
     return Observation(structure, np.array(columns.values), trace.peak_bytes)
 

@@ -275,7 +275,8 @@ class MimoseCallback(Callback):
             batch_idx=batch_idx,
             epoch=trainer.current_epoch,
             zeroes_gradients=self._habits.zeroes(trainer, pl_module, batch_idx),
-            accumulates=not is_first_of_accumulation(trainer, pl_module, batch_idx),
+            accumulates=pl_module.automatic_optimization
+            and not is_first_of_accumulation(trainer, pl_module, batch_idx),
         )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:

@@ -223,6 +223,7 @@ def _structure(data: Mapping[str, Any]) -> Structure:
         loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
         batch=data["batch"],
         columns=data["columns"],
+        old_gradient_bytes=data.get("old_gradient_bytes"),
     )
 
 

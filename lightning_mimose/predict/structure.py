@@ -89,6 +89,7 @@ class Position:
         column: Column of the live bytes there, above resident ones and gradients, when everything is kept.
         entry: Column to add to it (positions inside a region are measured from the region's start), or -1.
         gradient_bytes: Bytes of the gradients made before it in this step.
+        old_gradient_bytes: Bytes of older gradients alive there, in a loop that frees them when it likes.
     """
 
     label: str
@@ -97,6 +98,7 @@ class Position:
     column: int
     entry: int
     gradient_bytes: int
+    old_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Structure:
         loose: Storages held only by recomputed calls.
         batch: Column of the batch's own bytes.
         columns: Number of columns.
+        old_gradient_bytes: Bytes of gradients at the measured steps' start, in a loop that frees them when it likes.
     """
 
     units: tuple[str, ...]
@@ -135,6 +138,12 @@ class Structure:
     loose: tuple[LooseShape, ...]
     batch: int
     columns: int
+    old_gradient_bytes: int | None = None
+
+    @cached_property
+    def passes(self) -> int:
+        """Backward passes in the step."""
+        return sum(position.label == "backward step" for position in self.positions)
 
     def __hash__(self) -> int:
         """Computed once: a step of a large model has thousands of parts."""
@@ -147,7 +156,18 @@ class Structure:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.units, self.parents, self.calls, self.positions, self.loose, self.batch, self.columns))
+        return hash(
+            (
+                self.units,
+                self.parents,
+                self.calls,
+                self.positions,
+                self.loose,
+                self.batch,
+                self.columns,
+                self.old_gradient_bytes,
+            )
+        )
 
     def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """What predictions are judged by.
@@ -238,8 +258,13 @@ class Structure:
         value = np.rint(values).astype(np.int64)
         padded = np.append(value, 0)
         before = resident.old_gradient_bytes
-        after = made if resident.zeroes_gradients else np.maximum(made, before)
-        base = resident.lasting_bytes + padded[column] + padded[entry] + np.where(backward, after, before)
+        if resident.zeroes_gradients:
+            gradients = np.where(backward, made, before)
+        elif self.old_gradient_bytes == before:
+            gradients = made + np.array([p.old_gradient_bytes for p in self.positions], dtype=np.int64)
+        else:
+            gradients = np.maximum(made, before)
+        base = resident.lasting_bytes + padded[column] + padded[entry] + gradients
         times = self._times
         minimum_bytes = max(1, int(minimum_share * (int(base.max(initial=0)) - resident.lasting_bytes)))
         calls_of: dict[str, list[int]] = {}
