@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
-from lightning_mimose.actions.state import WrittenState, put_back
+from lightning_mimose.actions.state import WrittenState, appeared, put_back
 
 DIFFERS = "its forward saves other tensors when it runs again"
 CHANGES_INPUT = "its input is changed in place"
@@ -190,6 +190,7 @@ def _run(
     copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     versions = [leaf._version for leaf in copies if _is_plain(leaf)]
     copied_args, copied_kwargs = tree_unflatten(copies, spec)
+    everything = not state.known()  # then all there is gets copied, and what is there besides afterwards is new
     before = state.before_forward()
     done = False
     with ExitStack() as stack:
@@ -206,7 +207,10 @@ def _run(
             done = True
         finally:
             enter(None)
-            put_back(state.after_forward(before) if done else before)
+            if done:
+                put_back(state.after_forward(before))
+            else:
+                put_back([*before, *(appeared(state.modules(), before) if everything else ())])
     if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
         trial.reasons.setdefault(unit, CHANGES_INPUT)
 

@@ -122,7 +122,7 @@ class _Program:
         count = len(self.options)
         structural, structural_upper = self.fixed_rows, self.fixed_upper
         if budget_bytes is None:
-            unit_bytes = max(1.0, float(self.timeline.base_bytes.max())) / 1e6
+            unit_bytes = max(1.0, float(self.timeline.base_bytes.max())) / SCALE
             rows = np.column_stack([raised / unit_bytes, -np.ones(len(base))])
             upper = -base / unit_bytes
             objective = np.append(np.zeros(self.width), 1.0)

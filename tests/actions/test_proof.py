@@ -1,0 +1,153 @@
+"""A trial leaves nothing behind, and tells apart what can be repeated from what cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose.actions.proof import CHANGES_INPUT, COLLECTIVE, DIFFERS, Trial, prove
+from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.measure.meter import ProfilerMeter
+from tests.helpers import blocks
+from tests.helpers.blocks import WIDTH, Base, everything, generators
+
+
+def tried(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """What a trial says of a module."""
+    state = WrittenState(module)
+    entered: list[Trial | None] = []
+    reasons = prove("unit", module.forward, args, kwargs, state, entered.append)
+    assert [trial is None for trial in entered[1::2]] == [True] * len(entered[1::2])
+    assert state.known() or reasons
+    return reasons
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        blocks.BatchNormed,
+        blocks.Codebook,
+        blocks.Counting,
+        blocks.Metered,
+        blocks.PythonRandom,
+        blocks.NumpyRandom,
+        blocks.OwnRandom,
+        blocks.Dropping,
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_nothing_is_left_of_it(kind: type[Base]) -> None:
+    """State, generators, gradients, input."""
+    module, x = kind(), torch.randn(8, WIDTH, requires_grad=True)
+    before, random_states, given = everything(module), generators(), x.detach().clone()
+    assert tried(module, x) == {}
+    assert everything(module) == before
+    assert generators() == random_states
+    assert torch.equal(x, given)
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (blocks.RandomLeaky, DIFFERS),
+        (blocks.OtherPath, DIFFERS),
+        (blocks.OtherValues, DIFFERS),
+        (blocks.InPlace, CHANGES_INPUT),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_cannot_be_repeated_is_told(kind: type[Base], reason: str) -> None:
+    assert tried(kind(), torch.randn(8, WIDTH, requires_grad=True)) == {"unit": reason}
+
+
+def test_an_error_of_the_forward_is_no_error_of_the_trial() -> None:
+    """The unit is left alone, and its own forward says what is wrong."""
+
+    class Broken(Base):
+        def after(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = getattr(self, "count", 0) + 1
+            raise ValueError("no good")
+
+    module = Broken()
+    assert "ValueError: no good" in tried(module, torch.randn(8, WIDTH))["unit"]
+    assert not hasattr(module, "count")
+
+
+def test_an_error_in_the_second_trial_takes_nothing_away() -> None:
+    class Late(blocks.OtherPath):
+        def after(self, x: torch.Tensor) -> torch.Tensor:
+            self.outside.calls += 1
+            if self.outside.calls == 2:
+                raise ValueError("later")
+            return x
+
+    module = Late()
+    before = set(vars(module))
+    assert "later" in tried(module, torch.randn(8, WIDTH))["unit"]
+    assert set(vars(module)) == before
+
+
+def test_memory_is_that_of_a_forward_that_keeps_nothing() -> None:
+    """Saved tensors are dropped as they come."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
+    x = torch.randn(256, 64, requires_grad=True)
+    meter = ProfilerMeter()
+    meter.start()
+    assert tried(module, x) == {}
+    peak = max(interval.peak_bytes for interval in meter.stop())
+    assert peak < 5 * x.nbytes
+
+
+def test_hooks_that_collect_outputs_collect_none_of_its() -> None:
+    module, x = Base(), torch.randn(8, WIDTH, requires_grad=True)
+    seen: list[torch.Tensor] = []
+    module.up.register_forward_hook(lambda *args: seen.append(args[-1]))
+    assert tried(module, x) == {}
+    assert seen == []
+    module(x)
+    assert len(seen) == 1
+
+
+def test_a_collective_is_found() -> None:
+    class Talking(Base):
+        def after(self, x: torch.Tensor) -> torch.Tensor:
+            total = x.detach().sum()
+            torch.distributed.all_reduce(total)
+            return x + total
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert tried(Talking(), torch.randn(8, WIDTH, requires_grad=True)) == {"unit": COLLECTIVE}
+
+
+def test_arguments_of_any_structure() -> None:
+    """Copies are given, lists are given as they were."""
+
+    class Structured(Base):
+        def forward(self, pair: tuple[Any, ...], *, more: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+            more["list"].append(1)
+            return super().forward(pair[0] * more["scale"])
+
+    more = {"scale": torch.ones(1), "list": [0]}
+    assert tried(Structured(), (torch.randn(8, WIDTH, requires_grad=True), "x"), more=more) == {}
+    assert more["list"] == [0]
+
+
+@pytest.mark.parametrize("change", [lambda: random.random(), lambda: np.random.rand()])
+def test_generators_are_put_back_even_if_unused_later(change: Callable[[], Any]) -> None:
+    class Sometimes(Base):
+        def after(self, x: torch.Tensor) -> torch.Tensor:
+            change()
+            return x
+
+    module, x = Sometimes(), torch.randn(8, WIDTH, requires_grad=True)
+    before = generators()
+    assert tried(module, x) == {}
+    assert generators() == before

@@ -1,0 +1,88 @@
+"""What a whole step writes is learnt, copied cheaply, and put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_mimose.actions.step_state import LARGE_BYTES, StepState
+from lightning_mimose.measure.meter import ProfilerMeter
+
+
+class Model(nn.Module):
+    """State of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("large", torch.zeros(LARGE_BYTES))
+        self.register_buffer("constant", torch.ones(8))
+        self.seen: list[int] = []
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.late = self.calls
+        return self.norm(x)
+
+
+def snapshot(model: Model) -> tuple[object, ...]:
+    """All of it."""
+    tensors = {name: value.tolist() for name, value in model.named_buffers() if name != "large"}
+    return tensors, list(model.seen), model.calls, getattr(model, "late", None), float(model.large.sum())
+
+
+def test_the_first_step_can_be_undone_already() -> None:
+    """Nothing is known of it: all but large tensors is suspected."""
+    model = Model()
+    state, before = StepState(lambda: list(model.modules())), snapshot(model)
+    copy = state.copy(learning=True)
+    model(torch.randn(6, 4))
+    assert snapshot(model) != before
+    assert copy.put_back()
+    assert snapshot(model) == before
+    assert not hasattr(model, "late")
+
+
+def test_later_only_what_was_written_is_copied() -> None:
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    copy = state.copy(learning=True)
+    model(torch.randn(6, 4))
+    copy.learn()
+    names = {name for _, name in state.known()}
+    assert names == {"running_mean", "running_var", "num_batches_tracked", "seen", "calls", "late"}
+    before = snapshot(model)
+    copy = state.copy(learning=False)
+    model(torch.randn(6, 4))
+    assert copy.put_back()
+    assert snapshot(model) == before
+
+
+def test_a_large_tensor_is_told_of_and_then_copied() -> None:
+    """On mere suspicion it is not copied; once it was seen to be written, it is."""
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    copy = state.copy(learning=True)
+    model.large += 1
+    assert not copy.put_back()
+    copy = state.copy(learning=False)
+    model.large += 1
+    assert copy.put_back()
+    assert float(model.large.sum()) == LARGE_BYTES
+
+
+def test_on_the_host_a_copy_is_no_tensor() -> None:
+    """What is kept aside is not part of what the step is measured to hold."""
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    copy = state.copy(learning=True)
+    model(torch.randn(6, 4))
+    copy.learn()
+    meter = ProfilerMeter()
+    meter.start()
+    kept = state.copy(learning=False)
+    meter.mark()
+    assert meter.stop()[-1].level_bytes == 0
+    assert kept.put_back()
