@@ -401,12 +401,12 @@ def test_two_trainings_at_the_same_time() -> None:
         (TinyVision, [image_batch(4, n, n, i) for i, n in enumerate(LENGTHS * 2)], 10**9),
     ]
     alone = [steps_of(make, batches, None)()[0] for make, batches, _ in trainings]
+    runs = [steps_of(*training) for training in trainings]  # here: weights come out of the process's generator
     ready, found = threading.Barrier(len(trainings)), {}
 
     def train(index: int) -> None:
-        run = steps_of(*trainings[index])
         ready.wait()
-        found[index] = run()
+        found[index] = runs[index]()
 
     _on_a_thread(*(lambda index=index: train(index) for index in range(len(trainings))))
     for index, wanted in enumerate(alone):
