@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose.actions.proof import DIFFERS
 from lightning_mimose.actions.step_state import StepState
-from lightning_mimose.errors import MimoseError, RecomputeError
+from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,20 +29,6 @@ Result = TypeVar("Result")
 
 MOST_FAILURES_IN_A_ROW = 10
 """Steps in a row that may run out of memory before the budget is called unrealistic."""
-
-_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left; some libraries only say so in their text.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(ValueError("no"))
-        (True, False)
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 class Repeatable(Protocol):
@@ -80,7 +66,7 @@ class Attempts:
     Args:
         engine: Whose steps they are.
         model: What the step writes besides gradients.
-        parameters: Whose gradients it makes.
+        zeroed: Parameters whose gradients are zeroed between forward and backward, where any are.
         device: Whose generator it uses.
         retry: Whether to run again when out of memory.
         keep: Called before an attempt; returns what puts back other things that it may write (logged values).
@@ -91,7 +77,7 @@ class Attempts:
         self,
         engine: Repeatable,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        zeroed: Sequence[nn.Parameter],
         device: torch.device,
         *,
         retry: bool,
@@ -99,7 +85,9 @@ class Attempts:
         forbids: Callable[[], str] = lambda: "",
     ) -> None:
         self._engine = engine
-        self._parameters = parameters
+        self._zeroed = list(zeroed)
+        among = {id(parameter) for parameter in self._zeroed}
+        self._others = [parameter for parameter in model.parameters() if id(parameter) not in among]
         self._device = device
         self._retry = retry
         self._keep = keep
@@ -121,13 +109,16 @@ class Attempts:
             return once()
         with ExitStack() as aside:
             while True:
-                before = _Before(self._state, self._device, self._keep(), learning=self._engine.learning)
-                if self._engine.gradients == "kept":
-                    before.note_gradients(self._parameters)
+                every = [*self._zeroed, *self._others]
+                before = _Before(self._state, self._device, self._keep(), every, learning=self._engine.learning)
+                kept = every if self._engine.gradients == "kept" else self._others
+                before.note_gradients(kept)
+                failed = ""
                 try:
                     result = once()
                 except Exception as error:
-                    self._cure(error)
+                    failed = f"{type(error).__name__}: {error}"
+                    self._cure(error, before)
                 else:
                     before.learn()
                     self._failures_in_a_row = 0
@@ -136,19 +127,20 @@ class Attempts:
                 if not before.put_back(aside):
                     raise MimoseError(
                         "A step that failed could not be run again: it had written a large buffer that no other step "
-                        "wrote. Nothing was updated."
+                        f"wrote. Nothing was updated. It had failed with {failed}"
                     )
                 if self._engine.gradients == "freed":
-                    for parameter in self._parameters:
+                    for parameter in self._zeroed:
                         parameter.grad = None
                 gc.collect()
                 if self._device.type != "cpu":
-                    torch.accelerator.empty_cache() if hasattr(torch, "accelerator") else torch.cuda.empty_cache()
+                    # `torch.accelerator` has had memory functions since torch 2.9.
+                    getattr(getattr(torch, "accelerator", None), "empty_cache", torch.cuda.empty_cache)()
 
-    def _cure(self, error: Exception) -> None:
+    def _cure(self, error: Exception, before: _Before) -> None:
         """Prepare another attempt, or raise what ends the step."""
         engine = self._engine
-        forbidden = self._forbids()
+        forbidden = self._forbids() or before.lost()
         if isinstance(error, RecomputeError):
             engine.refuse(error.reasons)
             if forbidden or not engine.again(leaner=False, why=str(error)):
@@ -176,17 +168,31 @@ class Attempts:
 class _Before:
     """What an attempt found, to be put back if it fails."""
 
-    def __init__(self, state: StepState, device: torch.device, undo: Callable[[], None], *, learning: bool) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        device: torch.device,
+        undo: Callable[[], None],
+        parameters: Sequence[nn.Parameter],
+        *,
+        learning: bool,
+    ) -> None:
         self._device, self._undo = device, undo
         # As bytes: a tensor would be measured as something that the step holds.
         self._host_generator = torch.get_rng_state().numpy().tobytes()
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._copy = state.copy(learning=learning)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._versions = [(parameter, parameter._version) for parameter in parameters]
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Backward will add to these gradients; which it has added to is told by their versions, at no cost."""
         self._gradients = [(p, p.grad, p.grad._version if p.grad is not None else 0) for p in parameters]
+
+    def lost(self) -> str:
+        """Why nothing can be put back, if so: parameters are too large to be copied on every step."""
+        written = any(parameter._version != version for parameter, version in self._versions)
+        return "the failed attempt had written parameters" if written else ""
 
     def learn(self) -> None:
         """The attempt succeeded: see what such a step writes."""

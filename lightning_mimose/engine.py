@@ -327,6 +327,7 @@ class Engine:
         if changed:
             self.refuse(changed)
             raise RecomputeError(changed)
+        self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
         step.in_backward = True
         # LBFGS evaluates the loss again inside its update, which is then more than an update.
         step.evaluated_again = step.updating
@@ -447,6 +448,8 @@ class Engine:
                     "the last pass, which no prediction describes, so such steps recompute as much as they can.",
                     stacklevel=4,
                 )
+        elif step.retried:
+            pass  # a retry is recorded for its peak, not to learn from
         elif any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             self.advisor.learn(step.size, observe(trace, step.batch_bytes, kept))
@@ -478,7 +481,8 @@ class Engine:
 
     def _take_peak(self, step: Step, trace: StepTrace) -> int:
         peak = step.resident.lasting_bytes + trace.peak_bytes
-        step.measured_peak_bytes = max(peak - step.unfilled_bytes, step.measured_peak_bytes or 0)
+        reached = max(peak, step.resident.lasting_bytes + trace.aside_peak_bytes)
+        step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
         if trace.reserved_peak_bytes is not None:
             step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
             self.advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)

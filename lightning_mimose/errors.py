@@ -102,3 +102,24 @@ class DeviceMemoryError(MimoseError, torch.OutOfMemoryError):
 
 class UnsupportedError(MimoseError):
     """A strategy or setting the package does not support; the message names it and what to use instead."""
+
+
+_TEXTS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "not enough memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device has no memory left; some libraries only say so in their text.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(ValueError("no"))
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose.actions.proof import DIFFERS
-from lightning_mimose.attempts import MOST_FAILURES_IN_A_ROW, Attempts, is_out_of_memory
-from lightning_mimose.errors import RecomputeError
+from lightning_mimose.attempts import MOST_FAILURES_IN_A_ROW, Attempts
+from lightning_mimose.errors import RecomputeError, is_out_of_memory
 
 
 class Engine:
@@ -209,3 +209,39 @@ def test_outside_a_step_nothing_is_guarded() -> None:
     engine.stepping = False
     with pytest.raises(torch.OutOfMemoryError):
         attempts(engine, nn.Linear(2, 2)).run(Failing(lambda: None, OOM))
+
+
+def test_parameters_that_the_attempt_wrote_cannot_be_put_back() -> None:
+    """An optimizer that steps inside backward, a momentum encoder: running again would write them twice."""
+    model = nn.Linear(2, 2)
+
+    def once() -> None:
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        out_of_memory()
+
+    with pytest.raises(MemoryError, match="written parameters"):
+        attempts(Engine(), model).run(once)
+
+
+def test_gradients_that_nobody_zeroes_stay() -> None:
+    """Of a parameter outside every optimizer."""
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    inside, outside = model[0].weight, model[1].weight
+    outside.grad = torch.ones(2, 2)
+    calls = []
+
+    def once() -> None:
+        calls.append(1)
+        inside.grad = None
+        (model[1](model[0](torch.ones(1, 2)))).sum().backward()
+        if len(calls) == 1:
+            out_of_memory()
+
+    Attempts(Engine(leaner=3), model, list(model[0].parameters()), torch.device("cpu"), retry=True).run(once)
+    model[1](model[0](torch.ones(1, 2)).detach()).sum().backward()
+    once_more = outside.grad.clone()
+    outside.grad = torch.ones(2, 2)
+    for _ in range(2):
+        model[1](model[0](torch.ones(1, 2)).detach()).sum().backward()
+    assert torch.equal(once_more, outside.grad)

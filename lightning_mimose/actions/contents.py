@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.weak import TensorWeakRef
 
 
 class _Kind(NamedTuple):
@@ -18,12 +19,36 @@ class _Kind(NamedTuple):
     fill: Callable[[Any, Any], None]
 
 
+def _items(value: Any) -> list[Any]:
+    # An activation in a container is not kept alive by the copy of the container.
+    return [TensorWeakRef(i) if isinstance(i, torch.Tensor) and i.requires_grad else i for i in value]
+
+
+def _alive(content: list[Any]) -> list[Any]:
+    found = [item() if isinstance(item, TensorWeakRef) else item for item in content]
+    return [each for each, item in zip(found, content, strict=True) if each is not None or item is None]
+
+
 def _same_items(value: Any, content: list[Any]) -> bool:
+    content = [item() if isinstance(item, TensorWeakRef) else item for item in content]
     return len(value) == len(content) and all(one is other for one, other in zip(value, content, strict=True))
 
 
 def _fill_list(value: list[Any], content: list[Any]) -> None:
-    value[:] = content
+    value[:] = _alive(content)
+
+
+def _copy_dict(value: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    return list(value), _items(value.values())
+
+
+def _fill_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> None:
+    keys, items = content
+    value.clear()
+    for key, item in zip(keys, items, strict=True):
+        found = item() if isinstance(item, TensorWeakRef) else item
+        if found is not None or item is None:
+            value[key] = found
 
 
 def _fill_other(value: Any, content: Any) -> None:
@@ -33,11 +58,11 @@ def _fill_other(value: Any, content: Any) -> None:
 
 def _fill_deque(value: deque[Any], content: list[Any]) -> None:
     value.clear()
-    value.extend(content)
+    value.extend(_alive(content))
 
 
-def _same_dict(value: dict[Any, Any], content: dict[Any, Any]) -> bool:
-    return _same_items(value, list(content)) and _same_items(value.values(), list(content.values()))
+def _same_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> bool:
+    return _same_items(value, content[0]) and _same_items(value.values(), content[1])
 
 
 def _same_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
@@ -64,9 +89,9 @@ def _fill_numpy(generator: Any, state: bytes) -> None:
 
 _KINDS: dict[type, _Kind] = {
     torch.Tensor: _Kind(lambda t: t.detach().clone(), _same_tensor, _fill_tensor),
-    list: _Kind(list, _same_items, _fill_list),
-    deque: _Kind(list, _same_items, _fill_deque),
-    dict: _Kind(dict, _same_dict, _fill_other),
+    list: _Kind(_items, _same_items, _fill_list),
+    deque: _Kind(_items, _same_items, _fill_deque),
+    dict: _Kind(_copy_dict, _same_dict, _fill_dict),
     set: _Kind(set, lambda value, content: bool(value == content), _fill_other),
     random.Random: _Kind(lambda r: r.getstate(), lambda r, s: bool(r.getstate() == s), lambda r, s: r.setstate(s)),
     np.random.RandomState: _Kind(_numpy_state, lambda g, s: _numpy_state(g) == s, _fill_numpy),
@@ -77,7 +102,18 @@ _KINDS: dict[type, _Kind] = {
 }
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be copied and written: strided, in memory, every element its own."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_nested:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def _kind_of(value: Any) -> _Kind | None:
+    if isinstance(value, torch.Tensor) and not is_readable(value):
+        return None  # told apart by identity alone
     kind = _KINDS.get(type(value))
     if kind is not None:
         return kind

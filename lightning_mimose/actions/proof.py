@@ -26,10 +26,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
+from lightning_mimose.errors import is_out_of_memory
 
 DIFFERS = "its forward saves other tensors when it runs again"
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
+WRITES_PARAMETERS = "its forward writes parameters"
 
 
 class _Packed(NamedTuple):
@@ -98,12 +100,18 @@ class Trial:
                 self.reasons.setdefault(call.unit, COLLECTIVE)
 
 
-class _Watch(TorchDispatchMode):
-    """Sees what a trial writes, and fills what would be uninitialised."""
+class _WritesParameterError(Exception):
+    """Ends a trial before a parameter is written: nothing could put it back without a copy of all of them."""
 
-    def __init__(self, trial: Trial) -> None:
+
+class _Watch(TorchDispatchMode):
+    """Sees what a trial writes, and may fill what would be uninitialised."""
+
+    def __init__(self, trial: Trial, modules: Sequence[nn.Module], fill: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._trial = trial
+        self._trial, self._fill = trial, fill
+        parameters = (p for module in modules for p in module._parameters.values() if p is not None and _is_plain(p))
+        self._parameters = {p.untyped_storage()._cdata for p in parameters}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,9 +123,11 @@ class _Watch(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for leaf in tree_leaves(kwargs.get(argument.name, named.get(argument.name))):
                         if _is_plain(leaf):
+                            if leaf.untyped_storage()._cdata in self._parameters:
+                                raise _WritesParameterError
                             self._trial.changed(leaf)
         out = func(*args, **kwargs)
-        if func.overloadpacket in _UNINITIALISED and _is_plain(out):
+        if self._fill and func.overloadpacket in _UNINITIALISED and _is_plain(out):
             out.fill_(float("nan") if out.is_floating_point() else 1)
         return out
 
@@ -159,10 +169,12 @@ def prove(
         trial = Trial()
         trials.append(trial)
         try:
-            _run(trial, unit, original, args, kwargs, state, enter, watch and number == 1)
-        except torch.OutOfMemoryError:
-            raise
+            _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1)
+        except _WritesParameterError:
+            return {call.unit: WRITES_PARAMETERS for call in trial.calls if call.last < 0}
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # Its own forward will say the same, if it is a mistake of the unit's and not of running it beside the step.
             return {unit: f"its forward cannot run on copies of its inputs ({type(error).__name__}: {error})"}
     first, second = trials
@@ -184,9 +196,11 @@ def _run(
     state: WrittenState,
     enter: Callable[[Trial | None], None],
     watch: bool,
+    fill: bool,
 ) -> None:
     leaves, spec = tree_flatten((args, kwargs))
-    devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
+    own = [p for module in state.modules() for p in module._parameters.values()]
+    devices = sorted({t.device.index for t in [*leaves, *own] if isinstance(t, torch.Tensor) and t.is_cuda})
     copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     versions = [leaf._version for leaf in copies if _is_plain(leaf)]
     copied_args, copied_kwargs = tree_unflatten(copies, spec)
@@ -199,7 +213,7 @@ def _run(
         stack.enter_context(_without_forward_hooks(state.modules()))
         stack.enter_context(saved_tensors_hooks(trial.pack, _never))
         if watch:
-            stack.enter_context(_Watch(trial))
+            stack.enter_context(_Watch(trial, state.modules(), fill))
         enter(trial)
         try:
             with trial.call(unit, copies):

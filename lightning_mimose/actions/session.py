@@ -134,7 +134,9 @@ def _may_recompute(
 ) -> bool:
     """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
     opaque = opaque_arguments(args, kwargs)
-    if opaque:
+    if _generator_is_out_of_sight(state, args, kwargs):
+        session.refuse({name: "it is given no tensor on its device, so that device's generator would not be put back"})
+    elif opaque:
         session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
     elif session.proves and not state.known():
 
@@ -162,8 +164,13 @@ def _recomputed(
             session.given.append((name, weakref.ref(leaf), leaf._version))
     out: Any = None
 
+    ran = False
+
     def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        session.latest = name
+        nonlocal ran
+        if ran:
+            session.latest = name
+        ran = True
         return original(*inner_args, **inner_kwargs)
 
     session.inside += 1
@@ -174,6 +181,16 @@ def _recomputed(
         if region is not None:
             region.close(out)
     return out
+
+
+def _generator_is_out_of_sight(state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
+    first = next((p for module in state.modules() for p in module._parameters.values() if p is not None), None)
+    if first is None or first.device.type == "cpu":
+        return False
+    return not any(
+        isinstance(leaf, torch.Tensor) and leaf.device == first.device for leaf in tree_leaves((args, kwargs))
+    )
 
 
 def _has_compiled_code(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_mimose.actions.contents import content_of, put_content, same_content
+from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 
 _NO_STATE = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
@@ -102,9 +102,13 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
         yield None, name, value
 
 
-def copy_all(modules: Sequence[nn.Module]) -> Saved:
-    """Copies of everything that may be state of some modules."""
-    return [Entry(owner, name, value, content_of(value)) for owner, name, value in state_of(modules)]
+def copy_all(modules: Sequence[nn.Module], *, tensors: bool = True) -> Saved:
+    """Copies of everything that may be state of some modules, tensors whose content can be read or not."""
+    return [
+        Entry(owner, name, value, content_of(value))
+        for owner, name, value in state_of(modules)
+        if tensors or not (isinstance(value, torch.Tensor) and is_readable(value))
+    ]
 
 
 def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: bool = True) -> Saved:
@@ -143,7 +147,7 @@ def appeared(modules: Sequence[nn.Module], before: Saved) -> Saved:
     return [
         Entry(owner, name, _ABSENT, None)
         for owner in modules
-        for name, value in vars(owner).items()
+        for name, value in [*owner._buffers.items(), *vars(owner).items()]
         if name not in _NO_STATE and not _is_activation(value) and (id(owner), name) not in known
     ]
 
@@ -162,10 +166,11 @@ def put_back(saved: Saved) -> None:
 
 
 def _put(owner: nn.Module, name: str, value: Any) -> None:
-    if name in owner._buffers:
-        owner._buffers[name] = value
-    elif value is _ABSENT:
+    if value is _ABSENT:
+        owner._buffers.pop(name, None)
         vars(owner).pop(name, None)
+    elif name in owner._buffers:
+        owner._buffers[name] = value
     else:
         vars(owner)[name] = value
 

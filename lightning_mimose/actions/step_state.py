@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.contents import is_readable
 from lightning_mimose.actions.state import (
     Entry,
     Place,
@@ -26,6 +27,8 @@ from lightning_mimose.actions.state import (
     state_of,
 )
 
+FIRST_STEPS = 3
+"""Steps in which everything is suspected, whatever is known about memory."""
 LARGE_BYTES = 1 << 16
 """Tensors above it are not copied on the mere suspicion that a step might write them."""
 
@@ -47,14 +50,20 @@ class StepState:
     def __init__(self, modules: Callable[[], Sequence[nn.Module]]) -> None:
         self._modules = modules
         self._written: dict[tuple[int, str], Place] = {}
+        self._copies = 0
 
     def copy(self, *, learning: bool) -> StepCopy:
-        """Copy what a step is known to write; while learning, all there is but large tensors."""
-        return StepCopy(self, self._modules() if learning else None)
+        """Copy what a step is known to write; while learning, and at first, all there is but large tensors."""
+        self._copies += 1
+        return StepCopy(self, self._modules() if learning or self._copies <= FIRST_STEPS else None)
 
     def known(self) -> list[Place]:
         """Where steps were seen to write."""
         return list(self._written.values())
+
+    def writes(self, owner: nn.Module | None, name: str) -> bool:
+        """Whether steps were seen to write there."""
+        return (id(owner), name) in self._written
 
     def add(self, found: Saved) -> None:
         """Remember what was written."""
@@ -70,16 +79,18 @@ class StepCopy:
         self._suspects: list[tuple[Entry, bytes | int]] = []
         if modules is None:
             found = copy_places(state.known(), tensors=False)
-            self._pieces = _in_pieces([e.value for e in found if isinstance(e.value, torch.Tensor)])
+            self._pieces = _in_pieces(
+                [e.value for e in found if isinstance(e.value, torch.Tensor) and is_readable(e.value)]
+            )
         else:
             found, self._pieces = [], []
             for owner, name, value in state_of(modules):
-                if isinstance(value, torch.Tensor):
-                    small = value.nbytes <= LARGE_BYTES
+                if isinstance(value, torch.Tensor) and is_readable(value):
+                    copied = value.nbytes <= LARGE_BYTES or state.writes(owner, name)
                     entry = Entry(owner, name, value, None)
-                    self._suspects.append((entry, _bytes(value) if small else checksum(value)))
+                    self._suspects.append((entry, _bytes(value) if copied else checksum(value)))
                     found.append(entry)
-            found += [entry for entry in copy_all(modules) if not isinstance(entry.value, torch.Tensor)]
+            found += copy_all(modules, tensors=False)
         self._entries: Saved = found
 
     def learn(self) -> None:
@@ -96,7 +107,7 @@ class StepCopy:
         if self._modules is not None:
             put_back(appeared(self._modules, self._entries))
         for entry, content in self._suspects:
-            if isinstance(content, bytes):
+            if isinstance(content, bytes) and _differs(entry.value, content):
                 _fill([entry.value], content)
         for tensors, pieces in self._pieces:
             _fill(tensors, pieces)

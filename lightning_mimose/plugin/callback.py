@@ -10,15 +10,15 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.advisor import Advisor
-from lightning_mimose.attempts import Attempts, is_out_of_memory
+from lightning_mimose.attempts import Attempts
 from lightning_mimose.budget import format_bytes, parse_budget
 from lightning_mimose.engine import Engine
-from lightning_mimose.errors import BudgetError, MimoseError
+from lightning_mimose.errors import BudgetError, MimoseError, is_out_of_memory
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.plan import Plan
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers
-from lightning_mimose.plugin.retry import RetryHook, keep_logged, why_not
+from lightning_mimose.plugin.retry import Exchanges, RetryHook, keep_logged, why_not
 from lightning_mimose.plugin.support import (
     GradientHabits,
     TrainingStepHook,
@@ -235,14 +235,20 @@ class MimoseCallback(Callback):
             return engine.out_of_memory(error, "A batch of manual optimization cannot run again.")
 
         self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward, translate)
+        exchanged = Exchanges(trainer.strategy)
+
+        def keep() -> Callable[[], None]:
+            exchanged.note()
+            return keep_logged(trainer)
+
         attempts = Attempts(
             engine,
             pl_module,
-            list(pl_module.parameters()),
+            [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]],
             engine.device,
             retry=self.on_oom == "retry",
-            keep=lambda: keep_logged(trainer),
-            forbids=lambda: why_not(trainer.strategy, engine.in_backward),
+            keep=keep,
+            forbids=lambda: why_not(trainer.strategy, engine, exchanged()),
         )
         self._retry = RetryHook(trainer, attempts)
         self._habits = GradientHabits(pl_module)

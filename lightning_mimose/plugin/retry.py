@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_mimose.attempts import Attempts
+from lightning_mimose.plugin.support import settle_buckets
 
 
 class RetryHook:
@@ -61,19 +64,46 @@ def keep_logged(trainer: Any) -> Callable[[], None]:
     return undo
 
 
-def why_not(strategy: Any, in_backward: Callable[[], bool]) -> str:
+class Exchanges:
+    """Tells whether this rank has exchanged anything with the others since `note`."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._before = 0
+
+    def note(self) -> None:
+        """From here on."""
+        settle_buckets(self._strategy)
+        self._before = self._number()
+
+    def __call__(self) -> bool:
+        """Whether it has."""
+        return self._number() != self._before
+
+    def _number(self) -> int:
+        if not hasattr(getattr(self._strategy, "model", None), "reducer"):
+            return 0
+        group: Any = torch.distributed.group.WORLD
+        return int(group._get_sequence_number_for_group())
+
+
+def why_not(strategy: Any, engine: Any, exchanged: bool) -> str:
     """Why a failed batch cannot run again under this strategy; empty if it can.
 
     One rank alone may repeat a forward: nothing is exchanged in it, and the others wait in backward. Once backward has
     begun, some gradients may be reduced already and others not.
     """
+    if engine.gradients == "zeroed" and engine.in_backward():
+        return "this LightningModule zeroes gradients in a way of its own (optimizer_zero_grad)"
     wrapped = getattr(strategy, "model", None)
     if not hasattr(wrapped, "reducer"):
         return ""
-    if in_backward():
+    if engine.in_backward():
         return "under DDP some gradients may be reduced over the ranks already"
     if wrapped.broadcast_buffers and any(True for _ in wrapped.module.buffers()):  # type: ignore[union-attr]
         return (
             "under DDP the forward exchanges buffers between the ranks (DDPStrategy(broadcast_buffers=False) does not)"
         )
+    if exchanged:
+        return "this rank has exchanged data with the others in this step already"
     return ""

@@ -27,7 +27,7 @@ EXACT_ERROR = 1e-4
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
 FORGET_AFTER = 20
-"""Steps in a row on a part of the longest path seen, after which that one counts as a thing of the past."""
+"""Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,7 @@ class Estimator:
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
         self._latest: Structure | None = None
         self._shorter = 0
+        self._shorter_path: Structure | None = None
         self.varies = False
         """Whether steps were seen that left out calls of others (layers dropped at random)."""
         self._rate: float | None = None
@@ -98,7 +99,8 @@ class Estimator:
         # A step that leaves calls out needs less than the next one may: only the longest path is learnt from.
         if any(structure.calls_made < other.calls_made for other in self._observed):
             self.varies = True
-            self._shorter += 1
+            self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
+            self._shorter_path = structure
             if self._shorter < FORGET_AFTER:
                 return
         self._shorter = 0

@@ -222,6 +222,33 @@ class InPlace(Base):
         return x.mul_(0.9)
 
 
+class WritesParameter(Base):
+    """A moving average that is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class LateBuffer(Base):
+    """Registers its buffer in its first forward, and has a sparse one and an expanded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(WIDTH).to_sparse())
+        self.register_buffer("expanded", torch.arange(3).expand(2, 3))
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.zeros(WIDTH))
+        self.late.lerp_(x.detach().mean(0), 0.1)
+        return torch.sparse.mm(self.sparse, (x - self.late).T).T
+
+
 class ChangedLater(Base):
     """Its input, which it does not save, is changed by the net after it has returned."""
 
@@ -303,7 +330,7 @@ def generators() -> list[Any]:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().numpy().tobytes()
+    return tensor.to_dense().detach().numpy().tobytes()
 
 
 def everything(model: nn.Module) -> dict[str, Any]:

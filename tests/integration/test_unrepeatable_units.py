@@ -19,6 +19,7 @@ KINDS = {
     "RReLU, which saves memory it did not write": (blocks.RandomLeaky, "saves other tensors"),
     "another path on the second run": (blocks.OtherPath, "saves other tensors"),
     "other values on the second run, of the same shapes": (blocks.OtherValues, "saves other tensors"),
+    "a block that writes a parameter": (blocks.WritesParameter, "writes parameters"),
     "a block that changes its input in place": (blocks.InPlace, "changed in place"),
     "a block whose input is changed in place after it": (blocks.ChangedLater, "changed in place"),
 }

@@ -20,6 +20,7 @@ KINDS = {
     "NumPy's generator": blocks.NumpyRandom,
     "generators that a block owns (torch, NumPy, random)": blocks.OwnRandom,
     "dropout": blocks.Dropping,
+    "buffers registered in the forward, beside sparse and expanded ones": blocks.LateBuffer,
 }
 AREA = "State a forward writes"
 
