@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 _PIECE = 1 << 16
 """Elements that are read at once where they must be copied or weighted for it."""
@@ -35,13 +34,12 @@ def checksum(tensor: torch.Tensor) -> int:
             tensor = tensor.narrow(dim, 0, 1)
     if tensor.numel() == 0:
         return 0
-    with _disable_current_modes():  # of no interest to whoever watches operators, and slow under them
-        if _is_dense(tensor):
-            return _of_flat(torch.as_strided(tensor, (tensor.numel(),), (1,)))
-        if tensor[0].numel() > _PIECE:
-            return hash(tuple(checksum(part) for part in tensor))
-        pieces = tensor.split(max(1, _PIECE // tensor[0].numel()))
-        return hash(tuple(_of_flat(piece.contiguous().view(-1)) for piece in pieces))
+    if _is_dense(tensor):
+        return _of_flat(torch.as_strided(tensor, (tensor.numel(),), (1,)))
+    if tensor[0].numel() > _PIECE:
+        return hash(tuple(checksum(part) for part in tensor))
+    pieces = tensor.split(max(1, _PIECE // tensor[0].numel()))
+    return hash(tuple(_of_flat(piece.contiguous().view(-1)) for piece in pieces))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
