@@ -164,11 +164,11 @@ class Advisor:
                 cache.put(key, budget, plan)
                 current.append(plan)
                 return plan, False
-        least = self._least(timeline)
+        least = self.least(timeline)
         cache.put(key, budget, least)
         return least, least.predicted_peak_bytes > budget
 
-    def _least(self, timeline: Timeline) -> Plan:
+    def least(self, timeline: Timeline) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
         least = least_peak_heuristic(timeline)
         if least.predicted_peak_bytes <= self.budget_bytes:
@@ -228,7 +228,7 @@ class Advisor:
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or not prediction.trusted:
             return Advice(None, None, False)
-        plan = self._least(self._timeline(prediction, resident))
+        plan = self.least(self._timeline(prediction, resident))
         return Advice(plan, plan.predicted_peak_bytes, False)
 
     def holds(self, size: BatchSize, resident: Resident, actions: Mapping[str, str]) -> Holds | None:
@@ -252,7 +252,7 @@ class Advisor:
             max(0, used - resident.total_bytes - sum(retained.values())),
             used,
             timeline.labels[peak],
-            min(self.sure_bytes(timeline), self._least(timeline).predicted_peak_bytes),
+            min(self.sure_bytes(timeline), self.least(timeline).predicted_peak_bytes),
         )
 
     # --- learning ---------------------------------------------------------------------------------------------
@@ -362,10 +362,6 @@ class Advisor:
             here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
         )
         return self._timeline(prediction, resident), prediction
-
-    def least(self, timeline: Timeline) -> dict[str, str]:
-        """Actions of the plan with the least peak."""
-        return dict(self._least(timeline))
 
     def sure_bytes(self, timeline: Timeline) -> int:
         """The least budget that is sure to do: for the plan that a run which knows nothing starts with."""

@@ -88,6 +88,7 @@ class Attempts:
         self._zeroed = list(zeroed)
         among = {id(parameter) for parameter in self._zeroed}
         self._others = [parameter for parameter in model.parameters() if id(parameter) not in among]
+        self._every = [*self._zeroed, *self._others]
         self._device = device
         self._retry = retry
         self._keep = keep
@@ -109,9 +110,8 @@ class Attempts:
             return once()
         with ExitStack() as aside:
             while True:
-                every = [*self._zeroed, *self._others]
-                before = _Before(self._state, self._device, self._keep(), every, learning=self._engine.learning)
-                kept = every if self._engine.gradients == "kept" else self._others
+                before = _Before(self._state, self._device, self._keep(), self._every, learning=self._engine.learning)
+                kept = self._every if self._engine.gradients == "kept" else self._others
                 before.note_gradients(kept)
                 failed = ""
                 try:

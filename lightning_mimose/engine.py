@@ -502,7 +502,7 @@ class Engine:
     @property
     def learning(self) -> bool:
         """Whether the step that is running is one of those in which things are learnt."""
-        return self._step is not None and self._step.sheltered
+        return self._step is not None and (self._step.sheltered or self.session.learning_steps > 0)
 
     @property
     def gradients(self) -> Literal["freed", "zeroed", "kept"]:
@@ -564,11 +564,10 @@ class Engine:
 
     def _infeasible_by_prediction(self, size: BatchSize, resident: Resident) -> None:
         timeline, _ = self.advisor.timeline(dict(size.dims))
-        least = min(self.advisor.sure_bytes(timeline), timeline.peak_bytes(self.advisor.least(timeline)))
-        where = timeline.peak_position(self.advisor.least(timeline))
-        self._infeasible(
-            size, resident, least, self.advisor.sure_bytes(timeline), f"under the most saving plan (at: {where})"
-        )
+        plan, sure = self.advisor.least(timeline), self.advisor.sure_bytes(timeline)
+        where = timeline.peak_position(dict(plan))
+        least = min(sure, plan.predicted_peak_bytes)
+        self._infeasible(size, resident, least, sure, f"under the most saving plan (at: {where})")
 
     def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
         what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"

@@ -24,14 +24,16 @@ def _items(value: Any) -> list[Any]:
     return [TensorWeakRef(i) if isinstance(i, torch.Tensor) and i.requires_grad else i for i in value]
 
 
+def _held(content: list[Any]) -> list[Any]:
+    return [item() if isinstance(item, TensorWeakRef) else item for item in content]
+
+
 def _alive(content: list[Any]) -> list[Any]:
-    found = [item() if isinstance(item, TensorWeakRef) else item for item in content]
-    return [each for each, item in zip(found, content, strict=True) if each is not None or item is None]
+    return [each for each, item in zip(_held(content), content, strict=True) if each is not None or item is None]
 
 
 def _same_items(value: Any, content: list[Any]) -> bool:
-    content = [item() if isinstance(item, TensorWeakRef) else item for item in content]
-    return len(value) == len(content) and all(one is other for one, other in zip(value, content, strict=True))
+    return len(value) == len(content) and all(one is other for one, other in zip(value, _held(content), strict=True))
 
 
 def _fill_list(value: list[Any], content: list[Any]) -> None:
@@ -45,8 +47,7 @@ def _copy_dict(value: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
 def _fill_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> None:
     keys, items = content
     value.clear()
-    for key, item in zip(keys, items, strict=True):
-        found = item() if isinstance(item, TensorWeakRef) else item
+    for key, found, item in zip(keys, _held(items), items, strict=True):
         if found is not None or item is None:
             value[key] = found
 

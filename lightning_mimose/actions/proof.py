@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.errors import is_out_of_memory
+from lightning_mimose.measure.mode import ThreadedMode
 
 DIFFERS = "its forward saves other tensors when it runs again"
 CHANGES_INPUT = "its input is changed in place"
@@ -104,7 +104,7 @@ class _WritesParameterError(Exception):
     """Ends a trial before a parameter is written: nothing could put it back without a copy of all of them."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(ThreadedMode):
     """Sees what a trial writes, and may fill what would be uninitialised."""
 
     def __init__(self, trial: Trial, modules: Sequence[nn.Module], fill: bool) -> None:

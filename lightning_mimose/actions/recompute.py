@@ -9,7 +9,7 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
@@ -43,13 +43,13 @@ class RegionObserver(Protocol):
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
 
 
-def opaque_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The class of an argument that could not be given to a region again, if there is one.
+def opaque_argument(leaves: Sequence[Any]) -> str | None:
+    """The class of a leaf of the arguments that could not be given to a region again, if there is one.
 
     An object that pytree cannot take apart may be changed by whoever holds it before backward, and the recomputation
     would then see other tensors, of the same shapes and with no error.
     """
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
             return type(leaf).__name__
     return None

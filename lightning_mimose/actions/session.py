@@ -7,18 +7,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.actions.patch import Handler, patch
+from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove
-from lightning_mimose.actions.recompute import RegionObserver, opaque_arguments, recompute
+from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
-from lightning_mimose.units import Unit
+from lightning_mimose.units import Unit, is_compiled
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Session:
         given: What this step's regions were given: (unit, tensor, version then).
         latest: The unit that was recomputed last.
         proves: Whether units are proven before they are recomputed for the first time.
+        learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
     armed: bool = False
@@ -50,6 +51,7 @@ class Session:
     given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     latest: str | None = None
     proves: bool = True
+    learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
@@ -66,6 +68,7 @@ class Session:
     def disarm(self) -> None:
         """Let every unit run its own forward again."""
         self.armed, self.recorder, self.inside, self.trial = False, None, 0, None
+        self.learning_steps = max(0, self.learning_steps - 1)
         self.given.clear()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
@@ -98,106 +101,96 @@ class Session:
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
-    name, state = unit.name, WrittenState(unit.module)
-    compiled = _has_compiled_code(unit.module)
+    patch(unit.module, partial(_Calls, unit, session))
 
-    def make(original: Callable[..., Any]) -> Handler:
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
-            # saves as much as any.
-            if not session.armed or not torch.is_grad_enabled():
+
+class _Calls:
+    """What happens when a patched unit is called; holds no module.
+
+    Args:
+        unit: The unit.
+        session: What it is to do.
+        original: Its own forward.
+    """
+
+    def __init__(self, unit: Unit, session: Session, original: Callable[..., Any]) -> None:
+        self._name, self._session, self._original = unit.name, session, original
+        self._state = WrittenState(unit.module)
+        self._compiled = any(is_compiled(module) for module in unit.module.modules())
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, session, original = self._name, self._session, self._original
+        # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
+        # saves as much as any.
+        if not session.armed or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if session.trial is not None:
+            return session.trial.nested(name, self._state, original, args, kwargs)
+        recorder = session.recorder
+        if not session.inside and not (recorder is not None and recorder.replaying):
+            if _out_of_reach(name, session):
                 return original(*args, **kwargs)
-            if session.trial is not None:
-                return session.trial.nested(name, state, original, args, kwargs)
-            recorder = session.recorder
-            if not session.inside and not (recorder is not None and recorder.replaying):
-                if _out_of_reach(name, session):
-                    return original(*args, **kwargs)
-                wanted = session.actions.get(name) == "recompute"
-                if wanted and _may_recompute(name, original, args, kwargs, state, session, compiled):
-                    return _recomputed(name, original, args, kwargs, state, session)
-            return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
+            if session.actions.get(name) == "recompute":
+                leaves = tree_leaves((args, kwargs))
+                if self._can_be_repeated(leaves, args, kwargs):
+                    return self._recomputed(leaves, args, kwargs)
+        return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
 
-        return handle
+    def _can_be_repeated(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
+        name, session = self._name, self._session
+        opaque = opaque_argument(leaves)
+        if self._generator_is_out_of_sight(leaves):
+            session.refuse(
+                {name: "it is given no tensor on its device, so that device's generator would not be put back"}
+            )
+        elif opaque:
+            session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
+        elif session.proves and not self._state.known():
 
-    patch(unit.module, make)
+            def enter(trial: Trial | None) -> None:
+                session.trial = trial
 
+            with session.recorder.aside() if session.recorder is not None else nullcontext():
+                watch = not self._compiled
+                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch))
+        return name not in session.refused
 
-def _may_recompute(
-    name: str,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: WrittenState,
-    session: Session,
-    compiled: bool,
-) -> bool:
-    """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
-    opaque = opaque_arguments(args, kwargs)
-    if _generator_is_out_of_sight(state, args, kwargs):
-        session.refuse({name: "it is given no tensor on its device, so that device's generator would not be put back"})
-    elif opaque:
-        session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
-    elif session.proves and not state.known():
+    def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
+        """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
+        device = self._state.device()
+        if device.type == "cpu":
+            return False
+        return not any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in leaves)
 
-        def enter(trial: Trial | None) -> None:
-            session.trial = trial
+    def _recomputed(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, session, original = self._name, self._session, self._original
+        recorder = session.recorder
+        region = recorder.region(name, args, kwargs) if recorder is not None else None
+        observer: RegionObserver | None = region
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+                session.given.append((name, weakref.ref(leaf), leaf._version))
+        out: Any = None
+        ran = False
 
-        with session.recorder.aside() if session.recorder is not None else nullcontext():
-            session.refuse(prove(name, original, args, kwargs, state, enter, watch=not compiled))
-    return name not in session.refused
+        def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            nonlocal ran
+            if ran:
+                session.latest = name
+            ran = True
+            return original(*inner_args, **inner_kwargs)
 
-
-def _recomputed(
-    name: str,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: WrittenState,
-    session: Session,
-) -> Any:
-    recorder = session.recorder
-    region = recorder.region(name, args, kwargs) if recorder is not None else None
-    observer: RegionObserver | None = region
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
-            session.given.append((name, weakref.ref(leaf), leaf._version))
-    out: Any = None
-
-    ran = False
-
-    def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        nonlocal ran
-        if ran:
-            session.latest = name
-        ran = True
-        return original(*inner_args, **inner_kwargs)
-
-    session.inside += 1
-    try:
-        out = recompute(tracked, args, kwargs, state, observer)
-    finally:
-        session.inside -= 1
-        if region is not None:
-            region.close(out)
-    return out
-
-
-def _generator_is_out_of_sight(state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
-    first = next((p for module in state.modules() for p in module._parameters.values() if p is not None), None)
-    if first is None or first.device.type == "cpu":
-        return False
-    return not any(
-        isinstance(leaf, torch.Tensor) and leaf.device == first.device for leaf in tree_leaves((args, kwargs))
-    )
-
-
-def _has_compiled_code(module: nn.Module) -> bool:
-    return any(
-        type(inner).__name__ == "OptimizedModule" or getattr(inner, "_compiled_call_impl", None) is not None
-        for inner in module.modules()
-    )
+        session.inside += 1
+        try:
+            out = recompute(tracked, args, kwargs, self._state, observer)
+            if self._state.wrote_late:
+                session.learning_steps = 2  # the present attempt has begun without knowing
+        finally:
+            session.inside -= 1
+            if region is not None:
+                region.close(out)
+        return out
 
 
 def _out_of_reach(name: str, session: Session) -> bool:

@@ -19,9 +19,14 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
+from lightning_mimose.actions.late import LateWrites, Look
+from lightning_mimose.errors import MimoseError
 
 _NO_STATE = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
+
+
+_HOST = torch.device("cpu")
 
 
 class Entry(NamedTuple):
@@ -40,18 +45,33 @@ Place = tuple["weakref.ref[nn.Module] | None", str]
 class WrittenState:
     """The state that a unit's forward writes, learnt the first time it runs in each mode.
 
-    A norm that was frozen in eval mode writes nothing, until somebody switches it to training. The module is not
-    kept alive.
+    A norm that was frozen in eval mode writes nothing, until somebody switches it to training. What a later forward
+    begins to write is noticed (see `late`). The module is not kept alive.
+
+    Attributes:
+        wrote_late: Whether the latest forward wrote what none before it had written.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [weakref.ref(inner) for inner in module.modules()]
         self._mode: tuple[bool, ...] = ()
         self._written: dict[tuple[bool, ...], list[Place]] = {}
+        self._unwritten: dict[tuple[bool, ...], LateWrites] = {}
+        self._look: Look | None = None
+        self.wrote_late = False
 
     def modules(self) -> list[nn.Module]:
         """The module and those inside it, as far as they are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
+
+    def device(self) -> torch.device:
+        """Where the first of its parameters is; the host if it has none."""
+        for ref in self._modules:
+            module = ref()
+            for parameter in module._parameters.values() if module is not None else ():
+                if parameter is not None:
+                    return parameter.device
+        return _HOST
 
     def known(self) -> bool:
         """Whether a forward in the present mode was seen before."""
@@ -65,18 +85,49 @@ class WrittenState:
         """Copy what the forward may write (all there is until it is known which it does)."""
         inside, self._mode = self._look_at_mode()
         known = self._written.get(self._mode)
-        return copy_all(inside) if known is None else copy_places(known)
+        if known is None:
+            return copy_all(inside)
+        late = self._unwritten.get(self._mode)
+        if late is None:
+            late = self._unwritten[self._mode] = LateWrites(list(_entries(inside)), known)
+        self._look = late.look()
+        return copy_places(known)
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.
 
         If one piece of the unit's state is written, all that were seen written stay watched from then on.
+
+        Raises:
+            MimoseError: A large buffer was written for the first time: it was not copied and cannot be put back.
         """
+        self.wrote_late = False
         if self._mode in self._written:
-            return before
+            return before + self._written_late()
         changed = changes(before) + appeared(self._look_at_mode()[0], before)
         self._written[self._mode] = places(changed)
         return changed
+
+    def _written_late(self) -> Saved:
+        look, self._look = self._look, None
+        if look is None:
+            return []
+        seen = self._unwritten[self._mode].written_since(look)
+        if seen.lost:
+            raise MimoseError(
+                f"A unit that is recomputed began to write {', '.join(seen.lost)}, which no earlier step wrote: it "
+                "cannot be put back for its recomputation, so results would differ. Nothing was updated in this step. "
+                "Leave the unit out with units=[...], or let its first training step write the buffer too."
+            )
+        late = [Entry(*entry) for entry in seen.written]
+        if seen.grown:
+            known = [*look.found, *((ref(), name) for ref, name in self._written[self._mode] if ref is not None)]
+            late += appeared(seen.grown, known)
+        if late:
+            self.wrote_late = True
+            self._written[self._mode] += places(late)
+            del self._unwritten[self._mode]
+        return late
 
     @contextmanager
     def restored(self, before: Saved) -> Iterator[None]:
@@ -90,6 +141,10 @@ class WrittenState:
             yield
         finally:
             put_back(now)
+
+
+def _entries(modules: Sequence[nn.Module]) -> Iterator[Entry]:
+    return (Entry(owner, name, value, None) for owner, name, value in state_of(modules))
 
 
 def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, str, Any]]:
@@ -141,9 +196,9 @@ def changes(before: Saved) -> Saved:
     ]
 
 
-def appeared(modules: Sequence[nn.Module], before: Saved) -> Saved:
-    """Entries for attributes that were not there when everything was copied."""
-    known = {(id(entry.owner), entry.name) for entry in before}
+def appeared(modules: Sequence[nn.Module], before: Sequence[tuple[Any, ...]]) -> Saved:
+    """Entries for attributes that were not there when everything was copied: entries begin with owner and name."""
+    known = {(id(owner), name) for owner, name, *_ in before}
     return [
         Entry(owner, name, _ABSENT, None)
         for owner in modules

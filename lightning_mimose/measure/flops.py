@@ -6,11 +6,12 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mimose.measure.mode import ThreadedMode
 
-class FlopTally(TorchDispatchMode):
+
+class FlopTally(ThreadedMode):
     """Adds up the operations of everything that is dispatched.
 
     Attributes:
@@ -36,11 +37,11 @@ class FlopTally(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         FlopTally._local.current = self
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         FlopTally._local.current = None
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

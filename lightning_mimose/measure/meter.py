@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler as _profiler
 from torch.autograd.profiler import profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
 
 _MARK = "lightning_mimose/"
@@ -238,7 +238,7 @@ def _set_cpp_log_level(level: int | None) -> None:
 _log_levels: list[int] = []
 
 
-class DispatchMeter(TorchDispatchMode):
+class DispatchMeter(ThreadedMode):
     """Counts the storages that operators return, and learns what their kernels use besides (see `scratch`)."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class DispatchMeter(TorchDispatchMode):
 
     def start(self) -> None:
         """Enter the mode."""
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def mark(self) -> None:
         """Close the current interval."""
@@ -267,7 +267,7 @@ class DispatchMeter(TorchDispatchMode):
 
     def stop(self) -> list[Interval]:
         """Leave the mode."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
         self.mark()
         return self._intervals
 

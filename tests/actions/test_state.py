@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.errors import MimoseError
 
 
 class Normed(nn.Module):
@@ -199,6 +200,29 @@ def test_a_unit_without_state_copies_nothing() -> None:
     watched = WrittenState(module)
     again(module, watched, torch.randn(2, 4))
     assert watched.before_forward() == []
+
+
+def test_a_large_buffer_that_is_first_written_late_is_an_error() -> None:
+    """It was not copied, so its recomputation would see another one: nothing is trained on that."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("table", torch.zeros(1 << 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 2:
+                self.table.add_(1)
+            return (x * self.table[0]).exp()
+
+    module, x = Late(), torch.randn(4, requires_grad=True)
+    watched = WrittenState(module)
+    for _ in range(2):
+        again(module, watched, x).sum().backward()
+    with pytest.raises(MimoseError, match=r"began to write Late.table \(262,144 bytes\).*units=\["):
+        again(module, watched, x)
 
 
 def test_an_activation_that_is_kept_in_an_attribute_is_no_state() -> None:

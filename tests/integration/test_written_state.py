@@ -14,6 +14,7 @@ KINDS = {
     "vector quantisation codebooks, written through .data": blocks.Codebook,
     "moving averages that replace their buffer": blocks.Average,
     "Python counters, lists, dictionaries, attributes made on the fly": blocks.Counting,
+    "state that is first written after a warm-up": blocks.WarmingUp,
     "expert loads in a buffer and in a plain tensor": blocks.Experts,
     "torchmetrics inside blocks": blocks.Metered,
     "the generator of `random`": blocks.PythonRandom,
