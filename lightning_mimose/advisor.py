@@ -6,11 +6,12 @@ The engine asks it at every step; reports, `explain` and a user's questions ask 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
+from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
 from lightning_mimose.measure.observe import Observation
@@ -83,6 +84,7 @@ class Advisor:
         budget_bytes: The budget in force.
         size_fn: Batch -> size; None reads the dimensions of its tensors.
         planner: See `plan.Scheduler`.
+        actions: What plans may choose from, see `actions.menu`; the shelter recomputes whatever they say.
         fingerprint: Identifies model, precision and device; what was learnt for another is not used.
     """
 
@@ -92,9 +94,11 @@ class Advisor:
         *,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         planner: PlannerChoice = "auto",
+        actions: Sequence[str] | None = None,
         fingerprint: str = "",
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.actions = check_actions(None) if actions is None else tuple(actions)
         self.fingerprint = fingerprint
         self.tracker = SizeTracker(size_fn)
         self.estimator = Estimator()
@@ -159,7 +163,8 @@ class Advisor:
                 if current:
                     cache.replace(key, budget, current[0], plan)
 
-            plan = self.scheduler.plan(timeline, target, incumbents=incumbents, on_better=better)
+            menu = timeline.only(self.actions)
+            plan = self.scheduler.plan(menu, target, incumbents=incumbents, on_better=better)
             if plan is not None:
                 cache.put(key, budget, plan)
                 current.append(plan)
@@ -170,10 +175,11 @@ class Advisor:
 
     def least(self, timeline: Timeline) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
-        least = least_peak_heuristic(timeline)
+        menu = timeline.only(self.actions)
+        least = least_peak_heuristic(menu)
         if least.predicted_peak_bytes <= self.budget_bytes:
             return least
-        return smallest_feasible(timeline, time_limit_seconds=LEAST_SECONDS)
+        return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
 
     def _beyond_shelter(self, timeline: Timeline) -> Plan | None:
         """A plan for a size that is not trusted yet, where the shelter is expected to break the budget.
@@ -182,7 +188,7 @@ class Advisor:
         """
         if self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
             return None
-        least = least_peak_heuristic(timeline)
+        least = least_peak_heuristic(timeline.only(self.actions))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
@@ -331,7 +337,7 @@ class Advisor:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         timeline, prediction = self.timeline(batch_or_size)
         for target in (budget - self._margin_bytes(prediction, timeline, budget), budget):
-            plan = self.scheduler.plan(timeline, target)
+            plan = self.scheduler.plan(timeline.only(self.actions), target)
             if plan is not None:
                 return plan
         least = self.sure_bytes(timeline)

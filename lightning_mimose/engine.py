@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
+from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
@@ -104,9 +105,10 @@ class Engine:
             budget_bytes,
             size_fn=size_fn,
             planner=planner,
+            actions=self.actions,
             fingerprint=fingerprint(model, self.device, precision, self.units),
         )
-        self.session = Session()
+        self.session = Session(lean=any(action in GRADES for action in self.actions))
         self._patched: tuple[Unit, ...] = ()
         self._caches = CacheSwitch()
         self._cap = ReservedCap(self.device, budget_bytes)
@@ -452,7 +454,7 @@ class Engine:
             pass  # a retry is recorded for its peak, not to learn from
         elif any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
-            self.advisor.learn(step.size, observe(trace, step.batch_bytes, kept))
+            self.advisor.learn(step.size, observe(trace, step.batch_bytes, kept, GRADES))
         elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
             self._unreached = True
             warnings.warn(

@@ -134,7 +134,7 @@ class _Asker:
                 return None
         else:
             # The margin a run would keep is as uncertain as the prediction, and would hide what is expected.
-            plan = advisor.scheduler.plan(timeline, amount)
+            plan = advisor.scheduler.plan(timeline.only(advisor.actions), amount)
         if plan is None:
             return None
         return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
@@ -188,13 +188,14 @@ def _row(cost: Cost, units: int) -> tuple[str, str, str, str]:
 
 def _full_seconds(timeline: Timeline) -> float:
     """What recomputing every unit would take: once the forward of all that can be planned."""
-    planned = {option.unit for option in timeline.options}
+    options = timeline.only(("recompute",)).options
+    planned = {option.unit for option in options}
 
     def inside(unit: int) -> bool:
         parent = timeline.parents[unit]
         return parent >= 0 and (parent in planned or inside(parent))
 
-    return sum(option.added_seconds for option in timeline.options if not inside(option.unit))
+    return sum(option.added_seconds for option in options if not inside(option.unit))
 
 
 def _budget_bytes(budget: str, knowledge: Knowledge) -> int:

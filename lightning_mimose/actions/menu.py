@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.errors import UnsupportedError
+
+RECOMPUTE = "recompute"
+LEAN = "lean"
+
+_MENU = {LEAN: GRADES, RECOMPUTE: (RECOMPUTE,)}
 
 
 def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the actions to plan with.
+    """Names of the actions to plan with; a family of actions that differ in degree is asked for by one name.
 
     Raises:
         UnsupportedError: A name that is no action of this version.
+
+    Example:
+        >>> check_actions(["lean"])
+        ('lean', 'lean+masks', 'lean+attention', 'lean+products')
     """
     if actions is None:
-        return ("recompute",)
-    unknown = [name for name in actions if name != "recompute"]
+        actions = list(_MENU)
+    unknown = [name for name in actions if name not in _MENU]
     if unknown or not actions:
         raise UnsupportedError(
-            f"actions={list(actions)!r} was asked for; this version plans with 'recompute' only. Leave actions out, or "
-            "pass actions=['recompute']."
+            f"actions={list(actions)!r} was asked for; this version plans with {' and '.join(map(repr, _MENU))}. Leave "
+            f"actions out for both, or pass one, as actions=['{RECOMPUTE}']."
         )
-    return tuple(actions)
+    return tuple(action for name in dict.fromkeys(actions) for action in _MENU[name])

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
@@ -149,6 +150,7 @@ def prove(
     state: WrittenState,
     enter: Callable[[Trial | None], None],
     watch: bool = True,
+    lean: LeanSaves | None = None,
 ) -> dict[str, str]:
     """Run a unit's forward twice, and compare.
 
@@ -160,6 +162,7 @@ def prove(
         state: What it is known to write; it learns here.
         enter: Told of the trial before each run, and of None after it: nested units report to it.
         watch: Whether operators may be watched; compiled code would be compiled again for it.
+        lean: Tries every recipe in the first run, and so learns which give the same bits.
 
     Returns:
         Unit -> why it cannot be recomputed; empty when everything agrees.
@@ -169,7 +172,8 @@ def prove(
         trial = Trial()
         trials.append(trial)
         try:
-            _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1)
+            tried = lean if number == 0 else None
+            _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1, lean=tried)
         except _WritesParameterError:
             return {call.unit: WRITES_PARAMETERS for call in trial.calls if call.last < 0}
         except Exception as error:
@@ -197,6 +201,7 @@ def _run(
     enter: Callable[[Trial | None], None],
     watch: bool,
     fill: bool,
+    lean: LeanSaves | None,
 ) -> None:
     leaves, spec = tree_flatten((args, kwargs))
     own = [p for module in state.modules() for p in module._parameters.values()]
@@ -211,7 +216,10 @@ def _run(
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(running_again())
         stack.enter_context(_without_forward_hooks(state.modules()))
-        stack.enter_context(saved_tensors_hooks(trial.pack, _never))
+        if lean is not None:
+            stack.callback(lean.close)
+            stack.enter_context(lean.constants())
+        stack.enter_context(saved_tensors_hooks(_both(trial, lean), _never))
         if watch:
             stack.enter_context(_Watch(trial, state.modules(), fill))
         enter(trial)
@@ -243,6 +251,17 @@ def _without_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, hooks in hooked:
             module._forward_hooks = hooks
+
+
+def _both(trial: Trial, lean: LeanSaves | None) -> Callable[[torch.Tensor], Any]:
+    if lean is None:
+        return trial.pack
+
+    def pack(tensor: torch.Tensor) -> Any:
+        trial.pack(tensor)
+        return lean.pack(tensor)
+
+    return pack
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove
 from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
@@ -37,6 +40,7 @@ class Session:
         given: What this step's regions were given: (unit, tensor, version then).
         latest: The unit that was recomputed last.
         proves: Whether units are proven before they are recomputed for the first time.
+        lean: Whether lean saves may be planned, so that recomputations are surveyed for them.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
@@ -51,6 +55,7 @@ class Session:
     given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     latest: str | None = None
     proves: bool = True
+    lean: bool = False
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
@@ -83,7 +88,7 @@ class Session:
         waiting = list(reversed(list(actions.items())))
         while waiting:
             name, action = waiting.pop()
-            if name in self.refused:
+            if name in self.refused and action not in GRADES:
                 waiting.extend((part, action) for part in reversed(self.parts.get(name, ())))
             else:
                 found[name] = action
@@ -117,6 +122,7 @@ class _Calls:
         self._name, self._session, self._original = unit.name, session, original
         self._state = WrittenState(unit.module)
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
+        self._sites = Sites()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
@@ -130,7 +136,10 @@ class _Calls:
         if not session.inside and not (recorder is not None and recorder.replaying):
             if _out_of_reach(name, session):
                 return original(*args, **kwargs)
-            if session.actions.get(name) == "recompute":
+            action = session.actions.get(name)
+            if action in GRADES:
+                return self._lean(GRADES.index(action) + 1, args, kwargs)
+            if action == "recompute":
                 leaves = tree_leaves((args, kwargs))
                 if self._can_be_repeated(leaves, args, kwargs):
                     return self._recomputed(leaves, args, kwargs)
@@ -153,7 +162,8 @@ class _Calls:
 
             with session.recorder.aside() if session.recorder is not None else nullcontext():
                 watch = not self._compiled
-                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch))
+                lean = LeanSaves(self._sites, len(GRADES)) if self._may_be_lean() else None
+                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch, lean=lean))
         return name not in session.refused
 
     def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
@@ -163,10 +173,24 @@ class _Calls:
             return False
         return not any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in leaves)
 
+    def _may_be_lean(self) -> bool:
+        """Compiled code would be compiled again for what looks at its operations."""
+        return self._session.lean and not self._compiled
+
+    def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        session.inside += 1
+        try:
+            with LeanSaves(self._sites, grade).active():
+                return self._original(*args, **kwargs)
+        finally:
+            session.inside -= 1
+
     def _recomputed(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
         recorder = session.recorder
-        region = recorder.region(name, args, kwargs) if recorder is not None else None
+        survey = LeanSurvey(self._sites) if recorder is not None and self._may_be_lean() else None
+        region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
         observer: RegionObserver | None = region
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference():

@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,7 +24,27 @@ from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.meter import Interval, Meter, make_meter
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.saved import saved_in_graph
-from lightning_mimose.measure.trace import Call, Mark, StepTrace
+from lightning_mimose.measure.trace import Call, LeanItem, Mark, Piece, StepTrace
+
+
+class Survey(Protocol):
+    """Looks at what a region saves, for actions that keep it in another form."""
+
+    def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
+        """Told how storages are numbered, and whom to tell what happens to an item."""
+
+    def forward_run(self) -> AbstractContextManager[None]:
+        """Entered around the run in forward."""
+
+    def recompute_run(self) -> AbstractContextManager[None]:
+        """Entered around the run in backward."""
+
+    def pack(self, tensor: torch.Tensor, packed: Any) -> Any:
+        """Shown what is saved in backward; returns what is kept for `packed`."""
+
+    def items(self) -> tuple[LeanItem, ...]:
+        """What could be kept in a smaller form."""
+
 
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
@@ -61,6 +81,8 @@ class StepRecorder:
         self._calls: list[Call] = []
         self._marks: list[Mark] = []
         self._owners: list[int | None] = []
+        self._events: dict[int, tuple[str, str, int]] = {}
+        self._over = False
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._replay: Iterator[Call] | None = None
@@ -124,6 +146,7 @@ class StepRecorder:
     def stop(self) -> StepTrace:
         """Stop the meter and return what was recorded."""
         assert self._meter is not None
+        self._over = True
         pieces = self._meter.stop()
         self._ids.clear()
         self._outputs.clear()
@@ -139,11 +162,15 @@ class StepRecorder:
         intervals = [
             Interval(owned[i][0].level_bytes, max(piece.peak_bytes for piece in owned[i])) for i in range(len(marks))
         ]
-        if self._meter.sees_old_frees:
-            # Every trace counts what was made since the start; old gradients are accounted for at the marks.
-            before = marks[0].old_gradient_bytes
-            freed = [before - mark.old_gradient_bytes for mark in marks]
-            intervals = [Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]
+        # Every trace counts what was made since the start; old gradients are accounted for at the marks.
+        before = marks[0].old_gradient_bytes
+        freed = [before - mark.old_gradient_bytes if self._meter.sees_old_frees else 0 for mark in marks]
+        intervals = [Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]
+        cut = tuple(
+            Piece(owner, piece.level_bytes + freed[owner], piece.peak_bytes + freed[owner], self._events.get(index))
+            for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
+            if owner is not None
+        )
         return StepTrace(
             tuple(self._calls),
             marks,
@@ -152,6 +179,7 @@ class StepRecorder:
             self._meter.reserved_peak_bytes,
             marks[0].old_gradient_bytes + aside,
             self._retained,
+            cut if self._events else (),
         )
 
     @property
@@ -214,15 +242,33 @@ class StepRecorder:
 
     # --- a region's recomputation -----------------------------------------------------------------------------
 
-    def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region:
+    def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], survey: Survey | None = None) -> Region:
         """Begin a recomputed call in forward; the region observes its runs."""
-        region = Region(self, self.enter(unit, "recompute", args, kwargs))
+        call = self.enter(unit, "recompute", args, kwargs)
+        region = Region(self, call, survey)
         assert self._meter is not None
+        if survey is not None:
+            recorder = weakref.ref(self)
+
+            def happens(what: str, item: int) -> None:
+                live = recorder()
+                if live is not None:
+                    live._cut(call.key, what, item)
+
+            survey.begin(self._identify, happens)
         self._meter.hold(region, RNG_STATE_BYTES)  # the region's closure, and so its random state, lives as long
         return region
 
+    def _cut(self, key: str, what: str, item: int) -> None:
+        """Cut the interval that is open: something happened to an item."""
+        if self._over or self._meter is None:
+            return
+        self._meter.mark()
+        self._owners.append(self._owners[-1])
+        self._events[len(self._owners) - 1] = (key, what, item)
+
     @contextmanager
-    def _replayed(self, call: Call) -> Iterator[None]:
+    def _replayed(self, call: Call, survey: Survey | None) -> Iterator[None]:
         """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
         if "again" in call.marks:  # a second backward over the same graph
             self._retained = True
@@ -240,7 +286,8 @@ class StepRecorder:
             self._count_saved(tensor)
             for inner in self._stack:
                 inner.flops = flops.total - before[inner.key]
-            return pack_outer(tensor)
+            packed = pack_outer(tensor)
+            return packed if survey is None else survey.pack(tensor, packed)
 
         inside = [c for c in self._calls if c is not call and c.within(call)]
         self._replay, self._stack = iter(inside), [call]
@@ -250,12 +297,14 @@ class StepRecorder:
         call.marks["again"] = self.mark(call.key, "again")
         began = time.perf_counter()
         try:
-            with saved_tensors_hooks(pack, unpack_outer):
-                if self._count_flops:
-                    with flops:
-                        yield
-                else:
-                    yield
+            with (
+                survey.recompute_run() if survey is not None else nullcontext(),
+                saved_tensors_hooks(pack, unpack_outer),
+                flops if self._count_flops else nullcontext(),
+            ):
+                yield
+            if survey is not None:
+                call.items = survey.items()
         finally:
             call.seconds = time.perf_counter() - began
             self._replay, self._stack = None, []
@@ -319,14 +368,13 @@ class _Held:
 class Region:
     """Observes the runs of one recomputed call (see `actions.recompute.RegionObserver`)."""
 
-    def __init__(self, recorder: StepRecorder, call: Call) -> None:
+    def __init__(self, recorder: StepRecorder, call: Call, survey: Survey | None = None) -> None:
         self._recorder = weakref.ref(recorder)
-        self._call = call
+        self._call, self._survey = call, survey
 
-    @contextmanager
-    def forward_run(self) -> Iterator[None]:
-        """Nothing to do: `StepRecorder.enter` has opened the call."""
-        yield
+    def forward_run(self) -> AbstractContextManager[None]:
+        """`StepRecorder.enter` has opened the call; only a survey wants to see it."""
+        return self._survey.forward_run() if self._survey is not None else nullcontext()
 
     @contextmanager
     def recompute_run(self) -> Iterator[None]:
@@ -335,7 +383,7 @@ class Region:
         if recorder is None:
             yield
         else:
-            with recorder._replayed(self._call):
+            with recorder._replayed(self._call, self._survey):
                 yield
 
     def recomputed(self, out: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
-from lightning_mimose.predict.structure import NEVER, CallShape, LooseShape, Position, Structure
+from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, LooseShape, Position, Structure
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""
@@ -39,7 +41,9 @@ class _Columns:
         return len(self.values) - 1
 
 
-def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None = None) -> Observation:
+def observe(
+    trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None = None, grades: Sequence[str] = ()
+) -> Observation:
     """Read a sheltered step: what was not recomputed in it cannot be, or saved nothing.
 
     Args:
@@ -47,6 +51,7 @@ def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None =
         batch_bytes: Bytes of the step's batch.
         old_gradient_bytes: Bytes of gradients at its start, in a loop that frees them when it likes; None in one that
             sets them to None between forward and backward.
+        grades: Names of the grades of lean saves, if regions were surveyed for them.
     """
     columns = _Columns()
     activation = [
@@ -54,7 +59,7 @@ def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None =
         for interval, mark in zip(trace.intervals, trace.marks, strict=True)
     ]
     region_of = {id(call): _region(call) for call in trace.calls}
-    saved = _saved_bytes(trace.calls, region_of)
+    saved, held = _saved_bytes(trace.calls, region_of)
     regions = [call for call in trace.calls if call is region_of[id(call)] and "again" in call.marks]
     dropped = _dropped_per_interval(regions, saved, len(trace.marks))
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
@@ -98,6 +103,10 @@ def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None =
             entry=entry,
             lean=lean,
         )
+    spared = {
+        id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
+    }
+    where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
@@ -113,9 +122,27 @@ def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None =
                 twin = owner.marks.get("again" if mark.name == "in" else "again_out")
                 if twin is None:
                     continue
-                peak = activation[twin][1] - activation[region.marks["again"]][0]
+                start = activation[region.marks["again"]][0]
+                peak = activation[twin][1] - start
                 entry = shapes[id(region)].entry
-        elif index in resumed:
+                if id(region) in spared:
+                    made = trace.marks[twin].new_gradient_bytes
+                    where[id(region)].append(
+                        (len(positions), [columns.add(s.peak_bytes[twin] - made - start) for s in spared[id(region)]])
+                    )
+        elif owner is not None and id(region_of[id(owner)]) in spared and index >= began:
+            region = region_of[id(owner)]
+            found = []
+            for each in spared[id(region)]:
+                # Before the recomputation all that it will save counts as there; afterwards it is.
+                level = peak - each.gain_bytes if index < region.marks["again"] else 0
+                after = resumed.get(index, index)
+                if after > region.marks["again"]:
+                    reached = each.peak_bytes.get(after, trace.intervals[after].peak_bytes) + dropped[after]
+                    level = max(level, reached - trace.marks[after].new_gradient_bytes)
+                found.append(columns.add(level))
+            where[id(region)].append((len(positions), found))
+        if index in resumed:
             # A region's backward goes on after its recomputation.
             after = resumed[index]
             peak = max(peak, activation[after][1] + dropped[after])
@@ -141,7 +168,19 @@ def observe(trace: StepTrace, batch_bytes: int, old_gradient_bytes: int | None =
         batch=columns.add(batch_bytes),
         columns=len(columns.values),
         old_gradient_bytes=old_gradient_bytes,
+        lean=tuple(
+            LeanShape(
+                call=list(shapes).index(number),
+                action=action,
+                saved=columns.add(each[grade].gain_bytes),
+                work=columns.add(each[grade].work),
+                positions=tuple((position, peaks[grade]) for position, peaks in where[number]),
+            )
+            for number, each in spared.items()
+            for grade, action in enumerate(grades)
+        ),
     )
+    structure = replace(structure, columns=len(columns.values))
     return Observation(structure, np.array(columns.values), trace.peak_bytes)
 
 
@@ -162,12 +201,13 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
     return tuple(parents[unit] for unit in units)
 
 
-def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, int]:
-    """What recomputing each call would free: storages that only it saves and nobody else holds."""
+def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[dict[int, int], dict[int, set[int]]]:
+    """What recomputing each call would free: storages that only it saves, and those that somebody else holds."""
     members: dict[int, list[Call]] = {}
     for call in calls:
         members.setdefault(id(region_of[id(call)]), []).append(call)
     freed: dict[int, int] = {}
+    elsewhere: dict[int, set[int]] = {}
     for call in calls:
         region = region_of[id(call)]
         family = members[id(region)]
@@ -184,7 +224,8 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[in
             mine.update(c.saved)
         gross = sum(size for number, size in mine.items() if number not in held)
         freed[id(call)] = max(0, gross - RNG_STATE_BYTES)
-    return freed
+        elsewhere[id(call)] = held
+    return freed, elsewhere
 
 
 def _dropped_per_interval(regions: list[Call], saved: dict[int, int], count: int) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ class Call:
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
         seconds: Duration of its recomputation.
+        items: What of it could be kept in a smaller form, if that was looked at.
     """
 
     unit: str
@@ -38,6 +39,7 @@ class Call:
     marks: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     seconds: float = 0.0
+    items: tuple[LeanItem, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -52,6 +54,48 @@ class Call:
                 return True
             call = call.parent
         return False
+
+
+@dataclass(frozen=True)
+class LeanItem:
+    """A storage that a call's region saved, and that could be kept in a smaller form.
+
+    Attributes:
+        storage: Its id.
+        gain_bytes: By how much the other form is smaller.
+        grade: The least grade of lean saves that has it.
+        work: What rebuilding it costs, in floating-point operations.
+        temporary_bytes: What lives besides while it is rebuilt.
+        also: Items that are rebuilt on the way, and stay until they are used themselves.
+    """
+
+    storage: int
+    gain_bytes: int
+    grade: int
+    work: float
+    temporary_bytes: int = 0
+    also: tuple[int, ...] = ()
+
+
+DIES, IS_USED = "dies", "is used"
+"""What happens to an item: its forward lets go of it, backward asks for it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an interval.
+
+    Attributes:
+        mark: Index of the mark that opens the interval.
+        level_bytes: Live bytes at its start, relative as in `Interval`.
+        peak_bytes: Largest bytes in it.
+        event: What opens it, if it is not the mark: (key of the call, `DIES` or `IS_USED`, index of the item).
+    """
+
+    mark: int
+    level_bytes: int
+    peak_bytes: int
+    event: tuple[str, str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +120,7 @@ class StepTrace:
         reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
         aside_peak_bytes: Largest bytes while something ran that is no part of the step (units being proven).
         retained: Whether a region was recomputed for a second backward pass over the same graph.
+        pieces: The intervals cut at events, in order of time.
     """
 
     calls: tuple[Call, ...]
@@ -85,6 +130,7 @@ class StepTrace:
     reserved_peak_bytes: int | None = None
     aside_peak_bytes: int = 0
     retained: bool = False
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Basis, bases
-from lightning_mimose.predict.structure import CallShape, LooseShape, Position, Structure
+from lightning_mimose.predict.structure import CallShape, LeanShape, LooseShape, Position, Structure
 
 GOOD_ERROR = 0.005
 """Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
@@ -226,6 +226,9 @@ def _structure(data: Mapping[str, Any]) -> Structure:
         batch=data["batch"],
         columns=data["columns"],
         old_gradient_bytes=data.get("old_gradient_bytes"),
+        lean=tuple(
+            LeanShape(**{**lean, "positions": tuple(map(tuple, lean["positions"]))}) for lean in data.get("lean", ())
+        ),
     )
 
 

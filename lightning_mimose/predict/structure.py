@@ -8,6 +8,7 @@ in the measured step: a call lives from its `in` to its `out` in forward, and it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,25 @@ class LooseShape:
 
 
 @dataclass(frozen=True)
+class LeanShape:
+    """What one grade of lean saves changes about one call.
+
+    Attributes:
+        call: Index of the call.
+        action: Name of the grade.
+        saved: Column of the bytes it spares between forward and backward.
+        work: Column of the operations that rebuilding takes.
+        positions: (index of a position inside the call's forward or backward, column of the live bytes there).
+    """
+
+    call: int
+    action: str
+    saved: int
+    work: int
+    positions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Structure:
     """What a step looks like at any size.
 
@@ -129,6 +149,7 @@ class Structure:
         batch: Column of the batch's own bytes.
         columns: Number of columns.
         old_gradient_bytes: Bytes of gradients at the measured steps' start, in a loop that frees them when it likes.
+        lean: What lean saves of each grade would change.
     """
 
     units: tuple[str, ...]
@@ -139,6 +160,7 @@ class Structure:
     batch: int
     columns: int
     old_gradient_bytes: int | None = None
+    lean: tuple[LeanShape, ...] = ()
 
     @cached_property
     def passes(self) -> int:
@@ -166,6 +188,7 @@ class Structure:
                 self.batch,
                 self.columns,
                 self.old_gradient_bytes,
+                self.lean,
             )
         )
 
@@ -295,7 +318,44 @@ class Structure:
             flops = sum(float(values[c.flops]) for c in members)
             options.append(Option(index, "recompute", _seconds(flops, saved, len(members), seconds_per_flop)))
             relief.append(row)
+        self._add_lean(options, relief, base, values, value, seconds_per_flop, minimum_bytes, left_out)
         return self._finish(base, options, relief, extra, value, own, resident.update_bytes, inputs_die)
+
+    def _add_lean(
+        self,
+        options: list[Option],
+        relief: list[NDArray[np.int64]],
+        base: NDArray[np.int64],
+        values: NDArray[np.float64],
+        value: NDArray[np.int64],
+        seconds_per_flop: float,
+        minimum_bytes: int,
+        left_out: frozenset[str],
+    ) -> None:
+        """Add the grades of lean saves; one that spares hardly more than the grade before it is no choice."""
+        column, entry, _, _ = self._arrays
+        padded = np.append(value, 0)
+        level = padded[column] + padded[entry]
+        index = {unit: i for i, unit in enumerate(self.units)}
+        calls_of = Counter(call.unit for call in self.calls)
+        by_option: dict[tuple[str, str], list[LeanShape]] = {}
+        for shape in self.lean:
+            by_option.setdefault((self.calls[shape.call].unit, shape.action), []).append(shape)
+        before: dict[str, int] = {}
+        for (unit, action), shapes in by_option.items():
+            saved = sum(int(value[shape.saved]) for shape in shapes)
+            enough = max(minimum_bytes, int(1.02 * before.get(unit, 0)))
+            if unit in left_out or len(shapes) != calls_of[unit] or saved < enough:
+                continue
+            before[unit] = saved
+            row = np.zeros(len(self.positions), dtype=np.int64)
+            for shape in shapes:
+                row += self._alive[shape.call] * value[shape.saved]
+                for position, own in shape.positions:
+                    row[position] = level[position] - value[own] - padded[entry[position]]
+            work = sum(float(values[shape.work]) for shape in shapes)
+            options.append(Option(index[unit], action, (work + 1e5 * len(shapes)) * seconds_per_flop))
+            relief.append(row)
 
     def _finish(
         self,
@@ -322,6 +382,9 @@ class Structure:
             column = matrix[:, place].copy()
             # Its own saved tensors are due now; those of the unit's other calls are still spared.
             column[option] -= value[call.working]
+            for other, choice in enumerate(options):
+                if other != option and choice.unit == options[option].unit:
+                    column[other] = 0  # this position is one of recomputing
             more_base.append(own[call.backward_time] + int(value[call.before_backward]))
             more_columns.append(column)
             times.append(call.backward_time)

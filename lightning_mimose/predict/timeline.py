@@ -8,8 +8,8 @@ much each possible choice (*option*) lowers it there. Predicting the peak of a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -93,6 +93,25 @@ class Timeline:
     def option_index(self) -> dict[tuple[str, str], int]:
         """(unit name, action) -> index into `options`."""
         return {(self.units[option.unit], option.action): i for i, option in enumerate(self.options)}
+
+    def only(self, actions: Collection[str]) -> Timeline:
+        """This timeline with no other actions than these to choose from."""
+        kept = [i for i, option in enumerate(self.options) if option.action in actions]
+        if len(kept) == len(self.options):
+            return self
+        number = {old: new for new, old in enumerate(kept)}
+        shared = []
+        for hold in self.shared:
+            rows = [row for row, holder in enumerate(hold.holders) if holder in number]
+            if rows:
+                holders = tuple(number[hold.holders[row]] for row in rows)
+                shared.append(SharedHold(hold.size_bytes, holders, hold.mask[rows]))
+        return replace(
+            self,
+            options=tuple(self.options[i] for i in kept),
+            relief_bytes=self.relief_bytes[kept],
+            shared=tuple(shared),
+        )
 
     def chosen(self, actions: Mapping[str, str]) -> NDArray[np.intp]:
         """Indices of the options that `actions` chooses; units it does not name are kept.

@@ -1,0 +1,348 @@
+"""The table of recipes: which operation's result is rebuilt how, and from what.
+
+An entry is named after autograd's node. It is given a `Node`, through which it asks for what the node saved, for
+what its inputs are rebuilt from, and for constants; if anything is missing the tensor is kept. To add a recipe, add
+a function here and a row to `tests/actions/lean/test_recipes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from lightning_mimose.actions.lean.handles import Handle, Rebuild
+
+GRADES = ("lean", "lean+masks", "lean+attention", "lean+products")
+"""Actions, each of which rebuilds what the one before does and more.
+
+Element-wise operations and norms; masks as bits, and products with them; softmax from its scores; matrix products.
+"""
+ELEMENTWISE, MASKS, ATTENTION, PRODUCTS = range(1, 5)
+
+# What an element costs, in floating-point operations that take as long. Bandwidth decides for most.
+VIEW, LIGHT, HEAVY, NORM = 0.0, 30.0, 60.0, 40.0
+
+
+class Node(Protocol):
+    """One operation, as recipes see it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    raw: Any
+    """Autograd's own node, for fields that are no tensors."""
+
+    def saved(self, name: str) -> Handle | None:
+        """What the node saved under a name, if it is ours."""
+
+    def edge(self, index: int) -> Handle | None:
+        """The value that input `index` had, if it can be had."""
+
+    def operand(self, name: str, index: int) -> Handle | None:
+        """`saved`, or `edge` where the node did not need to save it."""
+
+    def constant(self, name: str) -> Any:
+        """A number that the operation was called with and its node does not have; None if it was not seen."""
+
+
+class Made(NamedTuple):
+    """How to rebuild: a function, what it is given, and the operations it takes (per element, and in all)."""
+
+    rebuild: Rebuild
+    inputs: tuple[Handle | None, ...]
+    work_per_element: float
+    work: float = 0.0
+
+
+class Entry(NamedTuple):
+    """A row of the table."""
+
+    grade: int
+    make: Callable[[Node], Made | None]
+
+
+TABLE: dict[str, Entry] = {}
+
+
+def recipe(*names: str, grade: int = ELEMENTWISE) -> Callable[[Callable[[Node], Made | None]], Any]:
+    """Enter a recipe for nodes of some names."""
+
+    def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
+        for name in names:
+            TABLE[name] = Entry(grade, make)
+        return make
+
+    return enter
+
+
+def _signed(number: int) -> int:
+    """Dimensions come back as unsigned 64-bit integers."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+# --- activations --------------------------------------------------------------------------------------------------
+
+
+@recipe("GeluBackward0")
+def _gelu(node: Node) -> Made:
+    approximate = node.raw._saved_approximate
+    return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), HEAVY)
+
+
+def _of_saved_self(name: str, function: Callable[..., torch.Tensor], *fields: str) -> None:
+    def make(node: Node) -> Made:
+        arguments = [getattr(node.raw, f"_saved_{field}") for field in fields]
+        return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY)
+
+    recipe(name)(make)
+
+
+_of_saved_self("SiluBackward0", functional.silu)
+_of_saved_self("MishBackward0", functional.mish)
+_of_saved_self("HardswishBackward0", functional.hardswish)
+_of_saved_self("LeakyReluBackward0", functional.leaky_relu, "negative_slope")
+_of_saved_self("SoftplusBackward0", functional.softplus, "beta", "threshold")
+_of_saved_self("HardtanhBackward0", functional.hardtanh, "min_val", "max_val")
+_of_saved_self("PowBackward0", torch.pow, "exponent")
+_of_saved_self("SinBackward0", torch.sin)
+_of_saved_self("CosBackward0", torch.cos)
+_of_saved_self("LogBackward0", torch.log)
+_of_saved_self("AbsBackward0", torch.abs)
+
+
+@recipe("EluBackward0")
+def _elu(node: Node) -> Made | None:
+    raw = node.raw
+    if raw._saved_scale != 1 or raw._saved_input_scale != 1:
+        return None
+    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY)
+
+
+@recipe("GluBackward0")
+def _glu(node: Node) -> Made:
+    return Made(partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY)
+
+
+def _of_input(name: str, function: Callable[..., torch.Tensor], work: float) -> None:
+    """For operations that save their own result."""
+    recipe(name)(lambda node: Made(function, (node.edge(0),), work))
+
+
+_of_input("ReluBackward0", torch.relu, LIGHT)
+_of_input("TanhBackward0", torch.tanh, HEAVY)
+_of_input("SigmoidBackward0", torch.sigmoid, HEAVY)
+_of_input("ExpBackward0", torch.exp, HEAVY)
+_of_input("SqrtBackward0", torch.sqrt, LIGHT)
+_of_input("RsqrtBackward0", torch.rsqrt, LIGHT)
+_of_input("NegBackward0", torch.neg, LIGHT)
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@recipe("MulBackward0")
+def _mul(node: Node) -> Made:
+    return Made(torch.mul, (node.operand("self", 0), node.operand("other", 1)), LIGHT)
+
+
+@recipe("DivBackward0")
+def _div(node: Node) -> Made:
+    return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT)
+
+
+@recipe("AddBackward0")
+def _add(node: Node) -> Made | None:
+    alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
+    if number is None:
+        return Made(partial(torch.add, alpha=alpha), (node.edge(0), node.edge(1)), LIGHT)
+    if swapped:  # `1 + x` is x.__radd__(1), which torch computes as x + 1
+        number, alpha = number, 1
+    return Made(lambda x: torch.add(x, number, alpha=alpha), (node.edge(0),), LIGHT)
+
+
+@recipe("SubBackward0")
+def _sub(node: Node) -> Made | None:
+    alpha, number = node.raw._saved_alpha, node.constant("operand")
+    if number is None:
+        return Made(partial(torch.sub, alpha=alpha), (node.edge(0), node.edge(1)), LIGHT)
+    return Made(lambda x: torch.sub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
+
+
+@recipe("RsubBackward1", "RsubBackward0")
+def _rsub(node: Node) -> Made | None:
+    number = node.constant("operand")
+    if number is None:
+        return None
+    return Made(lambda x: torch.rsub(x, number), (node.edge(0),), LIGHT)
+
+
+@recipe("ToCopyBackward0")
+def _to(node: Node) -> Made:
+    return Made(lambda x, dtype=node.dtype: x.to(dtype), (node.edge(0),), LIGHT)
+
+
+@recipe("MeanBackward1")
+def _mean(node: Node) -> Made:
+    dims = [_signed(dim) for dim in node.raw._saved_dim]
+    keepdim = node.raw._saved_keepdim
+    return Made(lambda x: x.mean(dims, keepdim=keepdim), (node.edge(0),), LIGHT)
+
+
+# --- norms --------------------------------------------------------------------------------------------------------
+
+
+@recipe("NativeLayerNormBackward0")
+def _layer_norm(node: Node) -> Made | None:
+    eps = node.constant("eps")
+    if eps is None:
+        return None
+    shape = tuple(node.raw._saved_normalized_shape)
+    weight, bias = node.saved("weight"), node.saved("bias")
+    if weight is None and bias is None:
+        return Made(lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0], (node.saved("input"),), NORM)
+    if weight is None or bias is None:
+        return Made(
+            lambda x, w: torch.native_layer_norm(x, shape, w, None, eps)[0], (node.saved("input"), weight), NORM
+        )
+    return Made(
+        lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], (node.saved("input"), weight, bias), NORM
+    )
+
+
+@recipe("NativeGroupNormBackward0")
+def _group_norm(node: Node) -> Made | None:
+    raw = node.raw
+    sizes = (raw._saved_N, raw._saved_C, raw._saved_HxW, raw._saved_group, raw._saved_eps)
+    weight = node.saved("weight")
+    if weight is None:
+        return Made(lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM)
+    bias = node.edge(2)
+    return Made(lambda x, w, b: torch.native_group_norm(x, w, b, *sizes)[0], (node.saved("input"), weight, bias), NORM)
+
+
+@recipe("NativeBatchNormBackward0")
+def _batch_norm(node: Node) -> Made | None:
+    raw = node.raw
+    eps, weight = raw._saved_eps, node.saved("weight")
+    if not raw._saved_training or weight is None:
+        return None
+    # Batch statistics again, and no running ones: those have moved with the forward.
+    return Made(
+        lambda x, w, b: torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0],
+        (node.saved("input"), weight, node.edge(2)),
+        3 * NORM,
+    )
+
+
+# --- softmax ------------------------------------------------------------------------------------------------------
+
+
+@recipe("SoftmaxBackward0", grade=ATTENTION)
+def _softmax(node: Node) -> Made:
+    return Made(partial(torch.softmax, dim=_signed(node.raw._saved_dim)), (node.edge(0),), HEAVY)
+
+
+@recipe("SafeSoftmaxBackward0", grade=ATTENTION)
+def _safe_softmax(node: Node) -> Made:
+    dim = _signed(node.raw._saved_dim)
+
+    def safe(scores: torch.Tensor) -> torch.Tensor:
+        if scores.device.type == "cpu":  # elsewhere to look at a result would wait for it
+            out = torch.softmax(scores, dim)
+            # It differs only where a whole row is masked, and a row that is not a number is so from its first element.
+            if not out.select(dim, 0).isnan().any():
+                return out
+            del out
+        return torch._safe_softmax(scores, dim)
+
+    return Made(safe, (node.edge(0),), HEAVY)
+
+
+@recipe("BmmBackward0", grade=ATTENTION)
+def _bmm(node: Node) -> Made | None:
+    return _product(torch.bmm, node, node.saved("self"), node.saved("mat2"))
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+
+@recipe("MmBackward0", grade=PRODUCTS)
+def _mm(node: Node) -> Made | None:
+    return _product(torch.mm, node, node.saved("self"), node.saved("mat2"))
+
+
+@recipe("AddmmBackward0", grade=PRODUCTS)
+def _addmm(node: Node) -> Made | None:
+    bias, alpha, beta = node.edge(0), node.raw._saved_alpha, node.raw._saved_beta
+    if bias is None:
+        return None
+
+    def addmm(one: torch.Tensor, other: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(bias, one, other, beta=beta, alpha=alpha)
+
+    return _product(addmm, node, node.saved("mat1"), node.saved("mat2"), bias)
+
+
+def _product(rebuild: Rebuild, node: Node, one: Handle | None, other: Handle | None, *more: Handle) -> Made | None:
+    if one is None or other is None:
+        return None
+    return Made(rebuild, (one, other, *more), 0.0, 2.0 * prod(node.shape) * one.shape[-1])
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+@recipe("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+def _view(node: Node) -> Made:
+    return Made(lambda x, shape=node.shape: x.view(shape), (node.edge(0),), VIEW)
+
+
+@recipe("ExpandBackward0")
+def _expand(node: Node) -> Made:
+    return Made(lambda x, shape=node.shape: x.expand(shape), (node.edge(0),), VIEW)
+
+
+@recipe("TransposeBackward0")
+def _transpose(node: Node) -> Made:
+    dims = _signed(node.raw._saved_dim0), _signed(node.raw._saved_dim1)
+    return Made(lambda x: x.transpose(*dims), (node.edge(0),), VIEW)
+
+
+@recipe("TBackward0")
+def _t(node: Node) -> Made:
+    return Made(torch.t, (node.edge(0),), VIEW)
+
+
+@recipe("PermuteBackward0")
+def _permute(node: Node) -> Made:
+    dims = [_signed(dim) for dim in node.raw._saved_dims]
+    return Made(lambda x: x.permute(dims), (node.edge(0),), VIEW)
+
+
+@recipe("UnsqueezeBackward0")
+def _unsqueeze(node: Node) -> Made:
+    dim = _signed(node.raw._saved_dim)
+    return Made(lambda x: x.unsqueeze(dim), (node.edge(0),), VIEW)
+
+
+@recipe("SliceBackward0")
+def _slice(node: Node) -> Made:
+    raw = node.raw
+    window = slice(_signed(raw._saved_start), _signed(raw._saved_end), raw._saved_step)
+    dim = _signed(raw._saved_dim)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten.slice.Tensor(x, dim, window.start, window.stop, window.step)
+        return out
+
+    return Made(cut, (node.edge(0),), VIEW)
+
+
+@recipe("CloneBackward0")
+def _clone(node: Node) -> Made:
+    # `contiguous()`, for all there is to see; a clone that kept other strides is found out by the first comparison.
+    return Made(lambda x: x.clone(memory_format=torch.contiguous_format), (node.edge(0),), LIGHT)

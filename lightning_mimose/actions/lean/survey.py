@@ -1,0 +1,193 @@
+"""A survey: what lean saves would spare in a region that is being recomputed, and when.
+
+Everything is kept as the region wants it; beside that a recipe is made for whatever could have one. Two moments are
+noted for each: when the forward lets go of the tensor (from then on only autograd would keep it alive), and when
+backward asks for it (from then on it would be there again). Between them it is what lean saves spare.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Recipe, View
+from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
+from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
+
+
+class _Found:
+    """An item while it is being found: a storage, and what its packs could be instead."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number, self.nbytes = number, nbytes
+        self.handle: Handle | None = None
+        self.kept = False
+        self.alive: set[int] = set()
+        self.watches: list[weakref.ref[torch.Tensor]] = []
+
+
+class Surveyed:
+    """Stands for a saved tensor: what the region keeps, and (until its forward is over) the handle."""
+
+    __slots__ = ("handle", "packed")
+
+    def __init__(self, packed: Any, handle: Handle | None) -> None:
+        self.packed, self.handle = packed, handle
+
+
+class LeanSurvey:
+    """See `measure.collector.Survey`.
+
+    Args:
+        sites: What is known about the unit's places.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._packs: list[_Found | None] = []
+        self._found: list[_Found] = []
+        self._items: tuple[LeanItem, ...] = ()
+        self._watching = False
+        self._saves: LeanSaves | None = None
+        self._latest: _Found | None = None
+        self._used: set[int] = set()
+
+    def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
+        """See `Survey`."""
+        self._identify, self._happens = identify, happens
+
+    @contextmanager
+    def forward_run(self) -> Iterator[None]:
+        """Number what is saved, so that backward's first use of it is seen."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        pack_outer, unpack_outer = outer
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            nonlocal count
+            count += 1
+            return count - 1, pack_outer(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            number, inner = packed
+            tensor: torch.Tensor = unpack_outer(inner)
+            self._is_used(number)
+            return tensor
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    @contextmanager
+    def recompute_run(self) -> Iterator[None]:
+        """Watch what is saved."""
+        self._saves = LeanSaves(self._sites, len(GRADES), self._told)
+        self._by_storage: Any = WeakIdKeyDictionary()
+        self._surveyed: list[Surveyed] = []
+        self._watching = True
+        try:
+            with self._saves.constants():
+                yield
+        finally:
+            self._watching = False
+            self._items = tuple(self._item(found) for found in self._found)
+            for surveyed in self._surveyed:
+                surveyed.handle = None
+            self._saves.close()
+            self._surveyed.clear()
+            self._by_storage.clear()
+            for found in self._found:
+                found.handle = None
+            self._saves = None
+
+    def pack(self, tensor: torch.Tensor, packed: Any) -> Any:
+        """See `Survey`."""
+        if self._saves is None:
+            return packed
+        self._latest = None
+        surveyed = Surveyed(packed, self._saves.pack(tensor))
+        self._packs.append(self._latest)
+        self._surveyed.append(surveyed)
+        return surveyed
+
+    def _told(self, saved: Saved) -> None:
+        """A tensor that may be worth a recipe was saved."""
+        found = self._by_storage.get(saved.storage)
+        if found is None:
+            found = self._by_storage[saved.storage] = _Found(self._identify(saved.storage), saved.storage.nbytes())
+            self._found.append(found)
+            index = len(self._found) - 1
+            found.handle = saved.handle.base if isinstance(saved.handle, View) else saved.handle
+        else:
+            index = self._found.index(found)
+        found.kept |= isinstance(saved.handle, Kept)
+        self._latest = found
+        if not found.kept and id(saved.tensor) not in found.alive:
+            key = id(saved.tensor)
+            found.alive.add(key)
+
+            def dies(_: Any, self: LeanSurvey = self, found: _Found = found, key: int = key) -> None:
+                found.alive.discard(key)
+                if self._watching and not found.alive:
+                    self._happens(DIES, index)
+
+            found.watches.append(weakref.ref(saved.tensor, dies))
+
+    def _item(self, found: _Found) -> LeanItem:
+        handle = found.handle
+        if found.kept or handle is None or handle.grade == 0:
+            return LeanItem(found.number, 0, 0, 0.0)
+        held = handle.held_bytes if isinstance(handle, Mask) else 0
+        own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
+        also: set[int] = set()
+        temporary, work = _rebuilding(handle, own, also)
+        return LeanItem(found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)))
+
+    def _is_used(self, number: int) -> None:
+        """Backward asks for something that was saved."""
+        found = self._packs[number] if number < len(self._packs) else None
+        if found is not None and not found.kept:
+            index = self._found.index(found)
+            if index not in self._used:
+                self._used.add(index)
+                self._happens(IS_USED, index)
+
+    def items(self) -> tuple[LeanItem, ...]:
+        """See `Survey`."""
+        return self._items
+
+
+def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[int, float]:
+    """Bytes that live besides a value while it is rebuilt, and the operations that takes.
+
+    Args:
+        handle: The value.
+        items: Handles that are saved themselves -> their index: rebuilt on the way they stay, and are paid for there.
+        also: Filled with those.
+    """
+    if not isinstance(handle, Recipe):
+        return 0, 0.0
+    temporary, most, work = 0, 0, handle.work
+    for each in handle.inputs:
+        base = each.base if isinstance(each, View) else each
+        if id(base) in items:
+            if isinstance(base, Recipe):
+                also.add(items[id(base)])
+            elif isinstance(base, Mask):
+                temporary += base.nbytes
+        else:
+            inner, inner_work = _rebuilding(base, items, also)
+            work += inner_work
+            most = max(most, temporary + inner)
+            if isinstance(base, Mask) or (isinstance(base, Recipe) and not base.is_view):
+                temporary += base.nbytes
+    return max(most, temporary), work

@@ -1,0 +1,69 @@
+"""What a region's lean saves would spare, read off a recorded step: at every mark, and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, StepTrace
+
+
+@dataclass(frozen=True)
+class Savings:
+    """One grade of lean saves of one region.
+
+    Attributes:
+        gain_bytes: What is spared between forward and backward.
+        work: What rebuilding costs, in floating-point operations.
+        peak_bytes: Index of a mark in the region's recomputation or backward -> peak of its interval.
+    """
+
+    gain_bytes: int
+    work: float
+    peak_bytes: dict[int, int]
+
+
+def savings(trace: StepTrace, call: Call, held: Set[int], grades: int) -> list[Savings]:
+    """What each grade of lean saves would spare.
+
+    Args:
+        trace: The recorded step.
+        call: A region's call.
+        held: Storages that somebody else holds, whatever the region does.
+        grades: How many there are.
+    """
+    items = call.items or ()
+    return [
+        _of_grade(trace, call, [0 < item.grade <= grade and item.storage not in held for item in items], items)
+        for grade in range(1, grades + 1)
+    ]
+
+
+def _of_grade(trace: StepTrace, call: Call, taken: list[bool], items: tuple[LeanItem, ...]) -> Savings:
+    family = {other.key for other in trace.calls if other.within(call)}
+    first, last = call.marks["again"], call.marks["again_out"]
+    while last + 1 < len(trace.marks) and trace.marks[last + 1].owner in family:
+        last += 1
+    spared: set[int] = set()
+    used: set[int] = set()
+    peaks: dict[int, int] = {}
+    relief = 0
+    for piece in trace.pieces:
+        besides = 0
+        if piece.event is not None and piece.event[0] == call.key:
+            _, what, index = piece.event
+            if what == DIES and taken[index]:
+                spared.add(index)
+            elif what == IS_USED:
+                if taken[index]:
+                    besides = items[index].temporary_bytes
+                used.update((index, *(i for i in items[index].also if taken[i])) if taken[index] else (index,))
+            relief = sum(items[i].gain_bytes for i in spared - used)
+        if first <= piece.mark <= last:
+            highest = max(piece.peak_bytes, piece.level_bytes + besides) - relief
+            peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
+    return Savings(
+        sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take),
+        sum(item.work for item, take in zip(items, taken, strict=True) if take),
+        peaks,
+    )
