@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
 from lightning_mimose.actions.menu import check_actions
@@ -36,6 +36,8 @@ OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
+TRIAL_SHARE = 0.75
+"""What trying recipes may take besides a unit's own saved tensors, as a share of them."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -190,6 +192,23 @@ class Advisor:
             return None
         least = least_peak_heuristic(timeline.only(self.actions))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
+
+    def has_room_to_try(self, size: BatchSize, resident: Resident) -> bool:
+        """Whether units may run once more beside a sheltered step, with all of one unit's saved tensors kept.
+
+        Judged by the sizes measured so far; a larger size is taken to need quadratically more.
+        """
+        wanted = dict(size.dims)
+        for dims, structure, values in self.estimator.observations():
+            if dims.keys() != wanted.keys():
+                continue
+            grown = prod(max(1.0, wanted[name] / seen) ** 2 for name, seen in dims.items())
+            shelter = self._shelter_bytes(self._timeline(Prediction(structure, values, 0.0, False), resident))
+            largest = max((float(values[call.working]) for call in structure.calls if call.region), default=0.0)
+            needed = (shelter - resident.total_bytes + TRIAL_SHARE * largest) * grown
+            if resident.total_bytes + needed <= self.budget_bytes:
+                return True
+        return False
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""

@@ -294,6 +294,7 @@ class Engine:
             )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
+        self.session.tries_lean = step.sheltered and self.advisor.has_room_to_try(step.size, step.resident)
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -405,6 +406,9 @@ class Engine:
         self._step = None
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
+        if self.session.surprised:
+            self.session.surprised = False
+            self.advisor.forget()
 
     def _finish_measuring(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept."""

@@ -27,8 +27,9 @@ class Cost:
         fits: Whether any plan keeps the step inside it.
         fits_untrained: Whether it is kept even by a run's first batch, of which nothing is known yet.
         recomputed_units: Units that the plan recomputes.
+        lean_units: Units that keep recipes instead of some of their tensors.
         predicted_peak_bytes: Peak under the plan; of the most saving one where nothing fits.
-        added_share: What recomputation adds, as a share of the step's operations.
+        added_share: What recomputing and rebuilding add, as a share of the step's operations.
         added_seconds: The same share of the step's estimated time.
         actions: Unit -> action of the units that do something else than keep.
     """
@@ -38,6 +39,7 @@ class Cost:
     fits: bool
     fits_untrained: bool
     recomputed_units: int
+    lean_units: int
     predicted_peak_bytes: int
     added_share: float
     added_seconds: float
@@ -141,12 +143,13 @@ class _Asker:
 
     def of(self, budget: str, amount: int, peak: int, added_seconds: float, actions: dict[str, str]) -> Cost:
         recomputed = sum(action == "recompute" for action in actions.values())
+        lean = sum(action.startswith("lean") for action in actions.values())
         share = added_seconds * self.share_per_second
         sure = amount >= self.least
-        return Cost(budget, amount, True, sure, recomputed, peak, share, share * self.step_seconds, actions)
+        return Cost(budget, amount, True, sure, recomputed, lean, peak, share, share * self.step_seconds, actions)
 
     def nothing(self, budget: str, amount: int) -> Cost:
-        return Cost(budget, amount, False, False, 0, self.least, 0.0, 0.0, {})
+        return Cost(budget, amount, False, False, 0, 0, self.least, 0.0, 0.0, {})
 
 
 def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Iterator[Table]:
@@ -159,7 +162,7 @@ def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Itera
     for answer in answers:
         words = ", ".join(f"{name}={value:,}" for name, value in answer.size.items())
         rows = (
-            ("none", "", "", format_bytes(answer.unbudgeted_peak_bytes)),
+            ("none", "", "", "", format_bytes(answer.unbudgeted_peak_bytes)),
             *(_row(cost, count) for cost in answer.budgets),
             (f"{format_bytes(answer.smallest_feasible_bytes)} (smallest)", *_row(answer.smallest, count)[1:]),
         )
@@ -171,19 +174,20 @@ def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Itera
                 f"* once smaller batches have been seen; a run that starts with this one needs "
                 f"{format_bytes(answer.smallest_feasible_bytes)}."
             )
-        yield Table(words, rows, ("budget", "recomputed", "added time", "predicted peak"), " ".join(notes))
+        yield Table(words, rows, ("budget", "lean", "recomputed", "added time", "predicted peak"), " ".join(notes))
 
 
-def _row(cost: Cost, units: int) -> tuple[str, str, str, str]:
+def _row(cost: Cost, units: int) -> tuple[str, str, str, str, str]:
     name = format_bytes(cost.budget_bytes)
     if not cost.fits:
-        return name, "does not fit", "", f"{format_bytes(cost.predicted_peak_bytes)} at least"
+        return name, "does not fit", "", "", f"{format_bytes(cost.predicted_peak_bytes)} at least"
     mark = "" if cost.fits_untrained else " *"
     peak = format_bytes(cost.predicted_peak_bytes)
     if not cost.actions:
-        return name, "fits as is" + mark, "", peak
+        return name, "fits as is" + mark, "", "", peak
     added = f"{100 * cost.added_share:.1f} % ({_seconds(cost.added_seconds)})"
-    return name, f"{cost.recomputed_units} of {units} units{mark}", added, peak
+    lean, recomputed = (f"{count} of {units}" if count else "" for count in (cost.lean_units, cost.recomputed_units))
+    return name, lean + (mark if lean else ""), recomputed + ("" if lean else mark), added, peak
 
 
 def _full_seconds(timeline: Timeline) -> float:

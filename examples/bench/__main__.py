@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|all` from the folder `examples`.
+"""The benchmark: `python -m bench held|used|exact|cheap|frontier|all` from the folder `examples`.
 
 Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, held, used
+from bench import cheap, exact, frontier, held, used
+from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap")
+QUESTIONS = ("held", "used", "exact", "cheap", "frontier")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "used": lambda: used.rows(names, given.steps),
         "exact": lambda: exact.rows(names),
         "cheap": lambda: cheap.rows(),
+        "frontier": lambda: frontier.rows([n for n in names if n in LARGE], given.steps, given.results),
     }
     broken = False
     for question in QUESTIONS if given.question == "all" else (given.question,):

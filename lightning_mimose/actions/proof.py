@@ -150,7 +150,6 @@ def prove(
     state: WrittenState,
     enter: Callable[[Trial | None], None],
     watch: bool = True,
-    lean: LeanSaves | None = None,
 ) -> dict[str, str]:
     """Run a unit's forward twice, and compare.
 
@@ -162,7 +161,6 @@ def prove(
         state: What it is known to write; it learns here.
         enter: Told of the trial before each run, and of None after it: nested units report to it.
         watch: Whether operators may be watched; compiled code would be compiled again for it.
-        lean: Tries every recipe in the first run, and so learns which give the same bits.
 
     Returns:
         Unit -> why it cannot be recomputed; empty when everything agrees.
@@ -172,8 +170,7 @@ def prove(
         trial = Trial()
         trials.append(trial)
         try:
-            tried = lean if number == 0 else None
-            _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1, lean=tried)
+            _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1)
         except _WritesParameterError:
             return {call.unit: WRITES_PARAMETERS for call in trial.calls if call.last < 0}
         except Exception as error:
@@ -191,6 +188,29 @@ def prove(
     return reasons
 
 
+def try_recipes(
+    unit: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    enter: Callable[[Trial | None], None],
+    lean: LeanSaves,
+) -> None:
+    """Run the forward of a unit that was proven once more, with every recipe of lean saves compared with the tensor.
+
+    Args:
+        unit: Its name.
+        original: Its own forward.
+        args: Its positional arguments, any structure.
+        kwargs: Its keyword arguments, any structure.
+        state: What it is known to write.
+        enter: Told of the trial before the run, and of None after it.
+        lean: Learns which recipes give the same bits.
+    """
+    _run(Trial(), unit, original, args, kwargs, state, enter, watch=False, fill=False, lean=lean)
+
+
 def _run(
     trial: Trial,
     unit: str,
@@ -201,7 +221,7 @@ def _run(
     enter: Callable[[Trial | None], None],
     watch: bool,
     fill: bool,
-    lean: LeanSaves | None,
+    lean: LeanSaves | None = None,
 ) -> None:
     leaves, spec = tree_flatten((args, kwargs))
     own = [p for module in state.modules() for p in module._parameters.values()]

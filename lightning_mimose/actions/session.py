@@ -17,7 +17,7 @@ from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves, Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.patch import patch
-from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove
+from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
 from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
@@ -41,6 +41,8 @@ class Session:
         latest: The unit that was recomputed last.
         proves: Whether units are proven before they are recomputed for the first time.
         lean: Whether lean saves may be planned, so that recomputations are surveyed for them.
+        tries_lean: Whether this step has the memory to try recipes beside it.
+        surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
@@ -56,6 +58,8 @@ class Session:
     latest: str | None = None
     proves: bool = True
     lean: bool = False
+    tries_lean: bool = False
+    surprised: bool = False
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
@@ -149,6 +153,10 @@ class _Calls:
         """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
         name, session = self._name, self._session
         opaque = opaque_argument(leaves)
+
+        def enter(trial: Trial | None) -> None:
+            session.trial = trial
+
         if self._generator_is_out_of_sight(leaves):
             session.refuse(
                 {name: "it is given no tensor on its device, so that device's generator would not be put back"}
@@ -156,15 +164,18 @@ class _Calls:
         elif opaque:
             session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
         elif session.proves and not self._state.known():
-
-            def enter(trial: Trial | None) -> None:
-                session.trial = trial
-
             with session.recorder.aside() if session.recorder is not None else nullcontext():
                 watch = not self._compiled
-                lean = LeanSaves(self._sites, len(GRADES)) if self._may_be_lean() else None
-                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch, lean=lean))
-        return name not in session.refused
+                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch))
+        if name in session.refused:
+            return False
+        if session.tries_lean and self._may_be_lean() and not self._sites.tried:
+            self._sites.tried = True
+            with session.recorder.aside() if session.recorder is not None else nullcontext():
+                lean = LeanSaves(self._sites, len(GRADES))
+                try_recipes(name, self._original, args, kwargs, self._state, enter, lean)
+            session.surprised |= bool(self._sites.different)
+        return True
 
     def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
         """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
@@ -181,7 +192,7 @@ class _Calls:
         session = self._session
         session.inside += 1
         try:
-            with LeanSaves(self._sites, grade).active():
+            with LeanSaves(self._sites, grade, leaves=self._state.parameters()).active():
                 return self._original(*args, **kwargs)
         finally:
             session.inside -= 1

@@ -64,6 +64,10 @@ class WrittenState:
         """The module and those inside it, as far as they are alive."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the module and those inside it."""
+        return [p for module in self.modules() for p in module._parameters.values() if p is not None]
+
     def device(self) -> torch.device:
         """Where the first of its parameters is; the host if it has none."""
         for ref in self._modules:

@@ -39,8 +39,8 @@ class Survey(Protocol):
     def recompute_run(self) -> AbstractContextManager[None]:
         """Entered around the run in backward."""
 
-    def pack(self, tensor: torch.Tensor, packed: Any) -> Any:
-        """Shown what is saved in backward; returns what is kept for `packed`."""
+    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
+        """Packs what is saved in backward by the region's own hook, and returns what stands for it."""
 
     def items(self) -> tuple[LeanItem, ...]:
         """What could be kept in a smaller form."""
@@ -179,7 +179,7 @@ class StepRecorder:
             self._meter.reserved_peak_bytes,
             marks[0].old_gradient_bytes + aside,
             self._retained,
-            cut if self._events else (),
+            cut,
         )
 
     @property
@@ -286,8 +286,7 @@ class StepRecorder:
             self._count_saved(tensor)
             for inner in self._stack:
                 inner.flops = flops.total - before[inner.key]
-            packed = pack_outer(tensor)
-            return packed if survey is None else survey.pack(tensor, packed)
+            return pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer)
 
         inside = [c for c in self._calls if c is not call and c.within(call)]
         self._replay, self._stack = iter(inside), [call]

@@ -55,9 +55,13 @@ def _of_grade(trace: StepTrace, call: Call, taken: list[bool], items: tuple[Lean
             if what == DIES and taken[index]:
                 spared.add(index)
             elif what == IS_USED:
-                if taken[index]:
-                    besides = items[index].temporary_bytes
-                used.update((index, *(i for i in items[index].also if taken[i])) if taken[index] else (index,))
+                rebuilt = [index]
+                while rebuilt:
+                    number = rebuilt.pop()
+                    if number not in used and taken[number]:
+                        besides = max(besides, items[number].temporary_bytes)
+                        rebuilt.extend(items[number].also)
+                    used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
         if first <= piece.mark <= last:
             highest = max(piece.peak_bytes, piece.level_bytes + besides) - relief

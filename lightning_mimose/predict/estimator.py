@@ -8,7 +8,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,6 +122,12 @@ class Estimator:
             known.pop(next(inner, next(iter(known))))
         self._latest, self._rate = structure, None
         self._fits.clear()
+
+    def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
+        """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""
+        for structure, known in self._observed.items():
+            for key, values in known.items():
+                yield dict(key), structure, values
 
     def distrust(self) -> None:
         """A prediction was wrong: the fit looked better than it was. Ask for two more sizes."""
@@ -281,7 +287,8 @@ def _left_out_error(
         return float("inf")
     truth = structure.summary(values[checked])
     missed = np.abs(structure.summary(np.array(predicted)) - truth)
-    errors = np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / (
+    peaks = structure.peaks
+    errors = np.concatenate([missed[:, :peaks], missed[:, peaks:].sum(axis=1, keepdims=True)], axis=1) / (
         truth[:, :1] + resident_bytes
     )
     error = float(errors.max())

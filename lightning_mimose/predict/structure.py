@@ -195,13 +195,14 @@ class Structure:
     def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """What predictions are judged by.
 
-        The activation peak with everything kept, the one with every region recomputed, and what each region frees.
+        The activation peak with everything kept, the one with every region recomputed, those with each grade of lean
+        saves everywhere; and what each region frees.
 
         Args:
             values: Shape (observations, columns).
 
         Returns:
-            Shape (observations, 2 + regions), bytes.
+            Shape (observations, `peaks` + regions), bytes.
         """
         padded = np.concatenate([values, np.zeros((len(values), 1))], axis=1)
         column, entry, _, _ = self._arrays
@@ -214,7 +215,29 @@ class Structure:
         backward = np.array([call.backward_time for call in regions])
         held = (out <= backward) & (backward < backward.reshape(-1, 1))
         recomputed = (start + working - saved @ held).max(axis=1, initial=0.0)
-        return np.concatenate([np.stack([kept, recomputed], axis=1), saved], axis=1)
+        lean = [self._lean_peak(padded, action) for action in self._grades]
+        return np.concatenate([np.stack([kept, recomputed, *lean], axis=1), saved], axis=1)
+
+    @property
+    def peaks(self) -> int:
+        """How many of the columns of a summary are peaks."""
+        return 2 + len(self._grades)
+
+    @cached_property
+    def _grades(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(shape.action for shape in self.lean))
+
+    def _lean_peak(self, padded: NDArray[np.float64], action: str) -> NDArray[np.float64]:
+        column, entry, _, _ = self._arrays
+        kept = padded[:, column] + padded[:, entry]
+        level = kept.copy()
+        for shape in self.lean:
+            if shape.action == action:
+                level -= padded[:, [shape.saved]] * self._alive[shape.call]
+                where, own = [p for p, _ in shape.positions], [c for _, c in shape.positions]
+                level[:, where] -= kept[:, where] - padded[:, own] - padded[:, entry[where]]
+        peak: NDArray[np.float64] = level.max(axis=1)
+        return peak
 
     @cached_property
     def _times(self) -> NDArray[np.int64]:

@@ -28,6 +28,7 @@ class _Window:
     predicted_peak_bytes: int | None = None
     budget_bytes: int | None = None
     recomputed_units: int = 0
+    lean_units: int = 0
     cache_hits: int = 0
     planning_seconds: float = 0.0
 
@@ -40,6 +41,7 @@ class _Window:
             self.predicted_peak_bytes = predicted
         self.budget_bytes = record.budget_bytes
         self.recomputed_units += record.recomputed_units
+        self.lean_units += record.lean_units
         self.cache_hits += record.cache_hit
         self.planning_seconds += record.planning_seconds
 
@@ -50,6 +52,7 @@ class _Window:
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "budget_bytes": self.budget_bytes,
             "recomputed_units": self.recomputed_units / self.steps,
+            "lean_units": self.lean_units / self.steps,
             "cache_hits": self.cache_hits,
             "planning_seconds": self.planning_seconds / self.steps,
         }
@@ -66,6 +69,7 @@ class _Window:
             ),
             "budget_bytes": (MaxMetric, (nothing if self.budget_bytes is None else self.budget_bytes,)),
             "recomputed_units": (MeanMetric, (self.recomputed_units / max(1.0, steps), steps)),
+            "lean_units": (MeanMetric, (self.lean_units / max(1.0, steps), steps)),
             "cache_hits": (SumMetric, (self.cache_hits,)),
             "planning_seconds": (MeanMetric, (self.planning_seconds / max(1.0, steps), steps)),
         }
@@ -91,6 +95,7 @@ class StepMetrics:
     - `mimose/predicted_peak_bytes`: largest predicted peak; absent while all were sheltered
     - `mimose/budget_bytes`: the budget in force
     - `mimose/recomputed_units`: units recomputed, mean per step
+    - `mimose/lean_units`: units that kept recipes instead of some of their tensors, mean per step
     - `mimose/cache_hits`: number of steps whose plan was known
     - `mimose/planning_seconds`: time to find the plan, mean per step
 

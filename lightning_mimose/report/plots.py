@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.errors import MimoseError
 from lightning_mimose.report.text import shorten
 
@@ -21,7 +22,8 @@ MAX_COLUMNS = 200
 """Sizes that it shows."""
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 _BLUE, _ORANGE, _RED, _GREY, _SKY = "#0072B2", "#E69F00", "#D55E00", "#999999", "#56B4E9"
-_KEEP, _INSIDE, _OTHERS = "keep", "inside a recomputed unit", ("#009E73", "#CC79A7", "#F0E442")
+_KEEP, _INSIDE, _OTHERS = "keep", "inside a recomputed unit", ("#CC79A7", "#F0E442", _RED)
+_LEAN, _LEAN_COLOURS = GRADES, ("#D5EFE5", "#95D5BD", "#4DB88F", "#009E73")
 
 
 def draw(report: Report, directory: Path) -> list[Path]:
@@ -153,9 +155,10 @@ def _plans(report: Report, axes: Any) -> None:
     if not sizes or not units:
         return _nothing(axes, "no step was planned" if units else "no unit acted in any plan")
     records = [newest[size] for size in sizes]
-    others = sorted({action for record in records for action in record.actions.values()} - {"recompute", _KEEP})
-    kinds = [_KEEP, _INSIDE, "recompute", *others]
-    colours = ["#EFEFEF", "#A9CCE3", _BLUE, *(_OTHERS[i % len(_OTHERS)] for i in range(len(others)))]
+    taken = {action for record in records for action in record.actions.values()}
+    others = sorted(taken - {"recompute", _KEEP, *_LEAN})
+    kinds = [_KEEP, *_LEAN, _INSIDE, "recompute", *others]
+    colours = ["#EFEFEF", *_LEAN_COLOURS, "#A9CCE3", _BLUE, *(_OTHERS[i % len(_OTHERS)] for i in range(len(others)))]
     codes = {kind: code for code, kind in enumerate(kinds)}
     image = np.array([[codes[_action(unit, record.actions)] for record in records] for unit in units])
 

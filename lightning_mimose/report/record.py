@@ -50,6 +50,11 @@ class StepRecord:
         """Number of units recomputed."""
         return sum(action == "recompute" for action in self.actions.values())
 
+    @property
+    def lean_units(self) -> int:
+        """Number of units that kept recipes instead of some of their tensors."""
+        return sum(action.startswith("lean") for action in self.actions.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
@@ -66,6 +71,7 @@ class Aggregates:
     measured: int = 0
     over_budget: int = 0
     recomputed_units: int = 0
+    lean_units: int = 0
     planning_seconds: float = 0.0
     largest_peak_bytes: int = 0
     largest_predicted_bytes: int = 0
@@ -77,6 +83,7 @@ class Aggregates:
         self.cache_hits += record.cache_hit
         self.retried += record.retried
         self.recomputed_units += record.recomputed_units
+        self.lean_units += record.lean_units
         self.planning_seconds += record.planning_seconds
         self.largest_predicted_bytes = max(self.largest_predicted_bytes, record.predicted_peak_bytes or 0)
         if record.measured_peak_bytes is not None:

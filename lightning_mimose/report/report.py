@@ -53,6 +53,7 @@ class SizeGroup:
         largest: Largest size among them.
         steps: How many there were.
         recomputed_units: Mean number of units recomputed.
+        lean_units: Mean number of units that kept recipes instead of some of their tensors.
         predicted_peak_bytes: Largest predicted peak.
     """
 
@@ -60,6 +61,7 @@ class SizeGroup:
     largest: int
     steps: int
     recomputed_units: float
+    lean_units: float
     predicted_peak_bytes: int | None
 
 
@@ -240,6 +242,9 @@ class Report:
         yield "plans from the cache", f"{total.cache_hits:,}"
         mean = f"{total.recomputed_units / total.steps:.1f}"
         yield "recomputed units per step", f"{mean} of {len(self.units):,} on average"
+        if total.lean_units:
+            mean = f"{total.lean_units / total.steps:.1f}"
+            yield "lean units per step", f"{mean} of {len(self.units):,} on average"
         seconds = [record.planning_seconds for record in self.records]
         yield "planning time per step", f"median {_duration(float(np.median(seconds)))}, max {_duration(max(seconds))}"
 
@@ -252,6 +257,7 @@ def _group(placed: Sequence[tuple[int, StepRecord]]) -> SizeGroup:
         largest=placed[-1][0],
         steps=len(records),
         recomputed_units=sum(record.recomputed_units for record in records) / len(records),
+        lean_units=sum(record.lean_units for record in records) / len(records),
         predicted_peak_bytes=max(predicted, default=None),
     )
 
@@ -262,11 +268,12 @@ def _size_table(axis: SizeAxis, groups: Sequence[SizeGroup]) -> Table:
             f"{group.smallest:,}" if group.smallest == group.largest else f"{group.smallest:,} to {group.largest:,}",
             f"{group.steps:,}",
             f"{group.recomputed_units:.1f}",
+            f"{group.lean_units:.1f}",
             "-" if group.predicted_peak_bytes is None else format_bytes(group.predicted_peak_bytes),
         )
         for group in groups
     )
-    return Table("Planned steps by input size", rows, (axis.label, "steps", "units recomputed", "predicted peak"))
+    return Table("Planned steps by input size", rows, (axis.label, "steps", "recomputed", "lean", "predicted peak"))
 
 
 def _percent(share: float, places: int = 1) -> str:

@@ -6,8 +6,11 @@ is shared among them while one backward pass lasts, and let go of with the last 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,13 +25,15 @@ class Handle:
         shape: Its shape.
         grade: The least grade of lean saves that has it (see `recipes.GRADES`); 0 for what is kept.
         is_saved: Whether an operation saved it.
+        owner: By whom it was packed.
     """
 
-    __slots__ = ("grade", "is_saved", "nbytes", "shape")
+    __slots__ = ("grade", "is_saved", "nbytes", "owner", "shape")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         self.nbytes, self.shape, self.grade = nbytes, shape, grade
         self.is_saved = False
+        self.owner: object = None
 
     @property
     def needed_grade(self) -> int:
@@ -39,13 +44,10 @@ class Handle:
         """The tensor, for another handle that is rebuilt from it."""
         raise NotImplementedError
 
-    def unpacked(self) -> torch.Tensor:
-        """The tensor, for the operation that saved it."""
-        return self.value()
-
-    def saved_once_more(self) -> None:
-        """Told that another operation saved it."""
-        self.is_saved = True
+    @property
+    def recipe(self) -> Recipe | None:
+        """What has to be rebuilt for it, if anything."""
+        return None
 
 
 class Kept(Handle):
@@ -54,9 +56,16 @@ class Kept(Handle):
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor.nbytes, tuple(tensor.shape), 0)
+        # Sparse tensors have no `nbytes`, and some nested ones no shape: nothing is rebuilt from them.
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested
+        super().__init__(tensor.nbytes if is_plain else 0, tuple(tensor.shape) if is_plain else (), 0)
         self._tensor = tensor.detach()
         self._version = tensor._version
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has changed it."""
+        return self._tensor._version == self._version
 
     def value(self) -> torch.Tensor:
         """The tensor, if nobody has changed it.
@@ -64,13 +73,27 @@ class Kept(Handle):
         Raises:
             RuntimeError: It was changed in place, as torch says it for tensors that no hook took over.
         """
-        if self._tensor._version != self._version:
+        if not self.is_intact:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
                 f"version {self._version} instead."
             )
         return self._tensor
+
+
+class Number(Handle):
+    """A number that an operation was given."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: Any) -> None:
+        super().__init__(0, (), 0)
+        self._number = number
+
+    def value(self) -> Any:
+        """The number, as Python has it: a tensor would take part in deciding the result's dtype."""
+        return self._number
 
 
 class View(Handle):
@@ -87,46 +110,47 @@ class View(Handle):
         """The view."""
         return self.base.value().as_strided(*self._geometry)
 
-    def unpacked(self) -> torch.Tensor:
-        """The view."""
-        return self.base.unpacked().as_strided(*self._geometry)
-
-    def saved_once_more(self) -> None:
-        """Its base is what is rebuilt."""
-        self.is_saved = True
-        self.base.saved_once_more()
+    @property
+    def recipe(self) -> Recipe | None:
+        """Its base's."""
+        return self.base.recipe
 
 
 class Mask(Handle):
-    """A tensor of zeros and one other number, a bit for each element."""
+    """A tensor of zeros and one other number that fills its storage, a bit for each element.
 
-    __slots__ = ("_bits", "_count", "_table")
+    Args:
+        tensor: The mask.
+        number: The other number.
+        grade: See `Handle`.
+        packs: Whether the bits are really made; without them there is no value.
+    """
+
+    __slots__ = ("_bits", "_stride", "_table", "held_bytes")
 
     _tables: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # noqa: RUF012 (of the class)
 
-    def __init__(self, tensor: torch.Tensor, number: float, grade: int) -> None:
+    def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
-        flat = tensor.detach().reshape(-1)
+        self.held_bytes = -(-tensor.numel() // 8)
+        if not packs:
+            return
+        self._stride = tensor.stride()  # whichever: the bits are in the order of memory
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         flags = flat if flat.dtype == torch.bool else flat != 0
         if missing := -flags.numel() % 8:
             flags = torch.cat([flags, flags.new_zeros(missing)])
         # Eight bools are eight bytes of one integer; the product gathers their lowest bits in its highest byte.
-        self._bits = ((flags.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
-        self._count = tensor.numel()
+        self._bits = (flags.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
         key = (number, tensor.dtype, tensor.device)
         if key not in Mask._tables:
             bits = torch.arange(256, device=tensor.device)[:, None] >> torch.arange(8, device=tensor.device) & 1
             Mask._tables[key] = bits.to(tensor.dtype) if tensor.dtype == torch.bool else bits.to(tensor.dtype) * number
         self._table = Mask._tables[key]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that stay."""
-        return self._bits.nbytes
-
     def value(self) -> torch.Tensor:
         """The mask."""
-        return self._table.index_select(0, self._bits.int()).view(-1)[: self._count].view(self.shape)
+        return self._table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
 
 
 class Recipe(Handle):
@@ -142,7 +166,7 @@ class Recipe(Handle):
         is_view: Whether it takes no memory of its own.
     """
 
-    __slots__ = ("_memo", "_rebuild", "_task", "_threads", "_uses", "_uses_left", "inputs", "is_view", "work")
+    __slots__ = ("__weakref__", "_memo", "_rebuild", "_task", "_threads", "inputs", "is_view", "uses", "work")
 
     def __init__(
         self,
@@ -157,49 +181,34 @@ class Recipe(Handle):
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
-        self._uses = self._uses_left = 0
+        self.uses = 0
         self._task = -1
         self._memo: torch.Tensor | None = None
         self._threads = torch.get_num_threads()
 
-    def saved_once_more(self) -> None:
-        """Another operation will ask for it."""
-        self.is_saved = True
-        self._uses += 1
+    @property
+    def recipe(self) -> Recipe:
+        """Itself."""
+        return self
 
     def value(self) -> torch.Tensor:
-        """The value, rebuilt or from another use in the same backward pass."""
-        self._enter_task()
-        if self._memo is not None:
-            return self._memo
-        made = self._made()
-        if self._uses_left > 0:
-            self._remember(made)
-        return made
+        """The value, rebuilt or from another use in the same backward pass.
 
-    def unpacked(self) -> torch.Tensor:
-        """The value; the last operation that saved it lets go of it."""
-        self._enter_task()
-        self._uses_left -= 1
-        made = self._memo if self._memo is not None else self._made()
-        if self._uses_left > 0:
-            self._remember(made)
-        else:
-            self._memo = None
-        return made
-
-    def _enter_task(self) -> None:
+        It stays as long as autograd would have kept it from here on: until every operation that saved it is done.
+        """
         task = torch._C._current_graph_task_id()
         if task != self._task or task == -1:
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
             self._task, self._memo = task, None
-            self._uses_left = self._uses if task != -1 else 0
-
-    def _remember(self, made: torch.Tensor) -> None:
-        if self._memo is None:
-            self._memo = made
-            # A pass over a part of the graph may not come to the last use.
-            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+        made = self._memo  # looked at once: another thread may let go of it
+        if made is None:
+            made = self._made()
+            if self.uses > 0 and task != -1:
+                self._memo = made
+                # A pass that keeps the graph, or runs a part of it, does not come to the last use.
+                # Weakly: what a recipe is made from must not live to the end of the pass.
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
+        return made
 
     def forget(self) -> None:
         """Let go of a value that was shared."""
@@ -215,14 +224,43 @@ class Recipe(Handle):
             return self._rebuild(*[each.value() for each in self.inputs])
 
 
-def unpack(handle: Handle) -> torch.Tensor:
-    """What is given to autograd as the hook for unpacking.
+def _forget(recipe: weakref.ref[Recipe]) -> None:
+    live = recipe()
+    if live is not None:
+        live.forget()
 
-    Autocast is off: a backward pass inside an autocast region would otherwise rebuild in another precision.
-    """
-    if isinstance(handle, Kept):
-        return handle.value()
+
+class Use:
+    """What an operation holds of a handle that is rebuilt; autograd drops it as soon as the operation is done."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Handle, recipe: Recipe) -> None:
+        self.handle = handle
+        recipe.uses += 1
+
+    def __del__(self) -> None:
+        recipe = self.handle.recipe
+        if recipe is not None:
+            recipe.uses -= 1
+            if recipe.uses == 0:
+                recipe.forget()
+
+
+def unpack(packed: Handle | Use) -> torch.Tensor:
+    """What is given to autograd as the hook for unpacking."""
+    handle = packed.handle if isinstance(packed, Use) else packed
+    return handle.value() if isinstance(handle, Kept) else _without_autocast(handle.value)
+
+
+def rebuilt_now(handle: Handle) -> torch.Tensor:
+    """What `unpack` will give, for a comparison; counts as no use."""
+    return _without_autocast(handle.value)
+
+
+def _without_autocast(get: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A backward pass inside an autocast region would otherwise rebuild in another precision."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return handle.unpacked()
-    return handle.unpacked()
+            return get()
+    return get()

@@ -172,12 +172,17 @@ def _sub(node: Node) -> Made | None:
     return Made(lambda x: torch.sub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
 
 
-@recipe("RsubBackward1", "RsubBackward0")
-def _rsub(node: Node) -> Made | None:
-    number = node.constant("operand")
+@recipe("RsubBackward0")
+def _rsub(node: Node) -> Made:
+    return Made(partial(torch.rsub, alpha=node.raw._saved_alpha), (node.edge(0), node.edge(1)), LIGHT)
+
+
+@recipe("RsubBackward1")
+def _rsub_from_number(node: Node) -> Made | None:
+    alpha, number = node.raw._saved_alpha, node.constant("operand")
     if number is None:
         return None
-    return Made(lambda x: torch.rsub(x, number), (node.edge(0),), LIGHT)
+    return Made(lambda x: torch.rsub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
 
 
 @recipe("ToCopyBackward0")

@@ -7,7 +7,7 @@ compared bit for bit; a place where it differs keeps its tensor from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Recipe, View, unpack
+from lightning_mimose.actions.lean.constants import Constants
+from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Number, Recipe, Use, View, rebuilt_now, unpack
 from lightning_mimose.actions.lean.recipes import MASKS, TABLE, VIEW, Made
 
 SMALL_BYTES = 2048
@@ -43,10 +44,12 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
+        tried: Whether the unit was run once to find out.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
+    tried: bool = False
 
 
 class Saved(NamedTuple):
@@ -70,16 +73,28 @@ class LeanSaves:
         sites: What is known about the unit's places.
         grade: What may be rebuilt, see `recipes.GRADES`; 1 is the first of them.
         told: Shown everything that is saved, in order.
+        applies: Whether what is decided comes true. Otherwise (in a survey) a recipe that was never tried is taken to
+            be right, and masks are not packed.
+        leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
     """
 
-    def __init__(self, sites: Sites, grade: int, told: Callable[[Saved], None] | None = None) -> None:
-        self._sites, self._grade, self._told = sites, grade, told
+    def __init__(
+        self,
+        sites: Sites,
+        grade: int,
+        told: Callable[[Saved], None] | None = None,
+        *,
+        applies: bool = True,
+        leaves: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
+        self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
         self._storages: Any = WeakIdKeyDictionary()
-        self._constants: dict[Any, dict[str, Any]] = {}
-        self._ours: set[int] = set()
-        self._dropout: float | None = None
+        self._owner = object()
+        self._start = 0
+        self._constants = Constants()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -92,74 +107,87 @@ class LeanSaves:
 
     def constants(self) -> TorchFunctionMode:
         """Has to be entered around the forward: sees numbers that operations are called with."""
-        return _Constants(self)
+        self._start = torch._C._autograd._get_sequence_nr()
+        return self._constants
 
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
         self._storages.clear()
-        self._constants.clear()
-        self._ours.clear()
+        self._constants.seen.clear()
 
     # --- what is saved --------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
         handle = self._handle(tensor)
-        handle.saved_once_more()
-        self._ours.add(id(handle))
-        return handle
+        handle.owner = self._owner
+        handle.is_saved = True
+        recipe = handle.recipe
+        if recipe is None:
+            return handle
+        recipe.is_saved = True
+        return Use(handle, recipe)
 
     def _handle(self, tensor: torch.Tensor) -> Handle:
         self._count += 1
-        if not _is_plain(tensor) or tensor.nbytes < SMALL_BYTES:
-            return Kept(tensor)
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if not _is_plain(tensor) or not _is_plain(base):
+            return Kept(tensor)
         storage = base.untyped_storage()
-        known: Handle | None = self._storages.get(storage)
-        if known is None:
-            known = self._find(base, storage)
-            self._storages[storage] = known
-        handle = known if base is tensor else View(known, tensor)
-        if isinstance(known, Kept):
+        if storage.nbytes() < SMALL_BYTES:
+            return Kept(tensor)
+        node = base.grad_fn
+        # The same memory is the same value if it looks the same and nobody has changed it in between.
+        state = base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
+        known, as_found = self._storages.get(storage, (None, state))
+        if as_found != state:
+            known = None
+        elif known is None:
+            known = self._find(base, node)
+        handle: Handle | None = None
+        if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
+            handle = known if base is tensor else View(known, tensor)
+            place = Place(self._count, node.name() if node is not None else "")
+            handle = handle if self._is_right(place, handle, tensor) else None
+        if handle is None:
             handle = Kept(tensor)  # with a version of its own
+            known = handle if base is tensor else Kept(base)
+        if storage not in self._storages:
+            self._storages[storage] = known, state
+        if node is not None:
+            self._values[node, base.output_nr] = known if as_found == state else None
         if self._told is not None:
             self._told(Saved(storage, base, handle))
         return handle
 
-    def _find(self, base: torch.Tensor, storage: torch.UntypedStorage) -> Handle:
-        node = base.grad_fn
+    def _find(self, base: torch.Tensor, node: Any) -> Handle | None:
         found: Handle | None = None
-        place = Place(self._count, node.name() if node is not None else "")
-        if place not in self._sites.different and base.storage_offset() == 0 and storage.nbytes() == base.nbytes:
-            if node is None:
-                found = self._mask(base)
-            elif base._version == 0:
-                found = self.rebuilt(node, base.output_nr, 0)
-        if found is not None and found.grade > self._grade:
-            found = None
-        if found is not None and place not in self._sites.checked:
-            if _same(found.value(), base):
-                self._sites.checked.add(place)
-            else:
-                self._sites.different.add(place)
-                found = None
-        if found is None:
-            found = Kept(base)
-        if node is not None:
-            self._values[node, base.output_nr] = found
-        return found
+        if base.storage_offset() != 0 or base.untyped_storage().nbytes() != base.nbytes:
+            return None
+        if node is None:
+            found = self._mask(base)
+        elif base._version == 0:
+            found = self.rebuilt(node, base.output_nr, 0)
+        return None if found is None or isinstance(found, Kept) or found.grade > self._grade else found
+
+    def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
+        """By a comparison, the first time that the place is met."""
+        if self._applies and place not in self._sites.checked and place not in self._sites.different:
+            (self._sites.checked if _same(rebuilt_now(handle), tensor) else self._sites.different).add(place)
+        return place not in self._sites.different
 
     def _mask(self, tensor: torch.Tensor) -> Handle | None:
         if self._grade < MASKS or tensor.requires_grad:
             return None
         if tensor.dtype == torch.bool:
-            return Mask(tensor, 1.0, MASKS)
-        if self._dropout is None or not tensor.is_floating_point() or tensor._version != 2 or self._dropout >= 1:
+            return Mask(tensor, 1.0, MASKS, packs=self._applies)
+        dropout = self._constants.dropout
+        if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
         # As torch makes it, in the tensor's own precision: drawn, then divided.
-        number = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - self._dropout)
-        return Mask(tensor, number.item(), MASKS)
+        number = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - dropout)
+        return Mask(tensor, number.item(), MASKS, packs=self._applies)
 
     # --- how it is rebuilt ----------------------------------------------------------------------------------------
 
@@ -173,16 +201,21 @@ class LeanSaves:
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
-            return Kept(node.variable)
+            leaf = node.variable
+            # One that was changed since the unit began is not what the operation was given.
+            known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
+            return Kept(leaf) if known else None
         entry = TABLE.get(name)
         if entry is None or output != 0 or depth > LONGEST_CHAIN or entry.grade > self._grade:
+            return None
+        if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
             return None
         view = _Node(self, node, depth)
         made: Made | None = entry.make(view)
         if made is None:
             return None
         inputs = [each for each in made.inputs if each is not None]
-        if len(inputs) != len(made.inputs):
+        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
             return None
         grade = max(entry.grade, *(each.needed_grade for each in inputs), 0)
         elements = prod(view.shape)
@@ -202,8 +235,8 @@ class _Node:
 
     def saved(self, name: str) -> Handle | None:
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
-        data = getattr(data, "handle", data)  # a survey's stand-in
-        return data if isinstance(data, Handle) and id(data) in self._saves._ours else None
+        data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
+        return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
 
     def edge(self, index: int) -> Handle | None:
         following = self.raw.next_functions
@@ -219,63 +252,15 @@ class _Node:
         following = self.raw.next_functions[index][0]
         if following is not None:
             return self.edge(index)
-        number = getattr(self.raw, f"_saved_{name}", None)  # a number is saved as a tensor without dimensions
-        return Kept(number) if isinstance(number, torch.Tensor) and number.dim() == 0 else None
+        # A number is saved as a tensor without dimensions, and past every hook. Never `_saved_`: that would unpack.
+        number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
+        if not isinstance(number, torch.Tensor) or number.dim():
+            return None
+        with _disable_current_modes():  # which would be given a float where they expect a tensor
+            return Number(number.item())
 
     def constant(self, name: str) -> Any:
-        return self._saves._constants.get(self.raw, {}).get(name)
-
-
-class _Constants(TorchFunctionMode):
-    """Sees numbers that operations are called with and that their nodes do not keep."""
-
-    def __init__(self, saves: LeanSaves) -> None:
-        super().__init__()
-        self._saves = saves
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            name, position, default = _DROPOUTS[func]
-            before, self._saves._dropout = self._saves._dropout, _argument(args, kwargs, position, name, default)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._saves._dropout = before
-        out = func(*args, **kwargs)
-        if func in _SUMS:
-            if len(args) > 1 and isinstance(args[1], (int, float)):
-                self._note(out, operand=args[1], swapped=_SUMS[func])
-        elif func in _NORMS:
-            self._note(out, eps=_argument(args, kwargs, 4, "eps", 1e-5))
-        return out
-
-    def _note(self, out: Any, **constants: Any) -> None:
-        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
-            self._saves._constants[out.grad_fn] = constants
-
-
-_DROPOUTS: dict[Any, tuple[str, int, float]] = {
-    functional.dropout: ("p", 1, 0.5),
-    torch.dropout: ("p", 1, 0.5),
-    functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
-}
-_NORMS = {functional.layer_norm, torch.layer_norm}
-_SUMS = {
-    torch.add: False,
-    torch.Tensor.add: False,
-    torch.Tensor.__add__: False,
-    torch.Tensor.__radd__: True,
-    torch.sub: False,
-    torch.Tensor.sub: False,
-    torch.Tensor.__sub__: False,
-    torch.rsub: False,
-    torch.Tensor.__rsub__: False,
-}
-
-
-def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
+        return self._saves._constants.seen.get(self.raw, {}).get(name)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -284,7 +269,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit, zeros with their signs and what is not a number included."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+    if (one.shape, one.dtype, one.device, one.stride()) != (other.shape, other.dtype, other.device, other.stride()):
+        return False
+    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
         return False
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.element_size())
     if integers is None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Recipe, View
+from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Recipe, Use, View
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
@@ -90,7 +91,7 @@ class LeanSurvey:
     @contextmanager
     def recompute_run(self) -> Iterator[None]:
         """Watch what is saved."""
-        self._saves = LeanSaves(self._sites, len(GRADES), self._told)
+        self._saves = LeanSaves(self._sites, len(GRADES), self._told, applies=False)
         self._by_storage: Any = WeakIdKeyDictionary()
         self._surveyed: list[Surveyed] = []
         self._watching = True
@@ -109,12 +110,13 @@ class LeanSurvey:
                 found.handle = None
             self._saves = None
 
-    def pack(self, tensor: torch.Tensor, packed: Any) -> Any:
+    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
         """See `Survey`."""
         if self._saves is None:
-            return packed
+            return pack(tensor)
         self._latest = None
-        surveyed = Surveyed(packed, self._saves.pack(tensor))
+        handle = self._saves.pack(tensor)
+        surveyed = Surveyed(pack(_alias(tensor)), handle.handle if isinstance(handle, Use) else handle)
         self._packs.append(self._latest)
         self._surveyed.append(surveyed)
         return surveyed
@@ -164,6 +166,15 @@ class LeanSurvey:
     def items(self) -> tuple[LeanItem, ...]:
         """See `Survey`."""
         return self._items
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under another name: the tensor itself, or what it is a view of, must die when it would die."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return tensor
+    with torch.no_grad(), _disable_current_modes():  # a mode that counts memory would count it twice
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[int, float]:

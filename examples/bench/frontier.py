@@ -1,0 +1,156 @@
+"""Frontier: what each budget costs in time, by which actions, side by side in one run.
+
+For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several times;
+a budget's cost is the sum of its median times over all batches against the sum of the plain ones. Peaks are read off an
+independent meter in a pass of their own, so that no meter runs while time is taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.large import LARGE
+from bench.models import Batch, Workload
+from lightning_mimose import BudgetInfeasibleError, Mimose
+from meter import PeakMeter
+
+SHARES = (0.75, 0.6, 0.5, 0.4, 0.33)
+MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"], "lean": ["lean"]}
+
+
+class Runner:
+    """One copy of the model, trained under one budget and menu (or plainly)."""
+
+    def __init__(self, workload: Workload, budget_bytes: int | None, actions: list[str] | None) -> None:
+        self.workload, self.budget_bytes = workload, budget_bytes
+        self.model = workload.make()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.error: BudgetInfeasibleError | None = None
+        self.mimose: Mimose | None = None
+        if budget_bytes is not None:
+            try:
+                self.mimose = Mimose(
+                    self.model,
+                    budget=budget_bytes,
+                    optimizer=self.optimizer,
+                    loss_fn=self._loss,
+                    actions=actions,
+                )
+            except BudgetInfeasibleError as error:
+                self.error = error
+
+    def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.workload.loss(model, batch)
+
+    def step(self, batch: Batch, seed: int) -> None:
+        """One training step, with the same dropout for everyone."""
+        torch.manual_seed(seed)
+        if self.mimose is None:
+            loss = self.workload.loss(self.model, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        elif self.error is None:
+            try:
+                self.mimose.step(batch)
+            except BudgetInfeasibleError as error:
+                self.error = error
+
+    def peaks(self, batches: Sequence[Batch]) -> tuple[list[int], int]:
+        """True peak of every batch, and the largest resident bytes."""
+        found, resident = [], 0
+        for seed, batch in enumerate(batches):
+            with PeakMeter(self.model, self.optimizer, batch) as meter:
+                self.step(batch, seed)
+            found.append(meter.peak_bytes)
+            resident = max(resident, meter.resident_bytes)
+        return found, resident
+
+
+def rows(names: Sequence[str], steps: int, results: Path, repeats: int = 3, seed: int = 11) -> Iterator[dict[str, Any]]:
+    """One row per workload, menu and budget; draws the frontier of each workload."""
+    for name in names:
+        workload = LARGE[name]
+        batches = workload.batches(steps, seed=seed, order="longest first")
+        plain = Runner(workload, None, None)
+        plain.peaks(batches[:2])  # the optimizer's state comes with the first update
+        peaks, resident = plain.peaks(batches)
+        runners = {
+            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), actions)
+            for menu, actions in MENUS.items()
+            for share in SHARES
+        }
+        measured = {}
+        for key, runner in runners.items():
+            for index, batch in enumerate(batches):  # what is learnt, verified and cached comes first
+                runner.step(batch, index)
+            measured[key] = runner.peaks(batches)[0] if runner.error is None else []
+        seconds = _timed(plain, runners, batches, repeats)
+        drawn = []
+        for (menu, share), runner in runners.items():
+            planned = [] if runner.mimose is None else [r for r in runner.mimose.records[-len(batches) :] if r.actions]
+            row = {
+                "model": name,
+                "menu": menu,
+                "budget share": f"{share}",
+                "added time": None,
+                "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured[menu, share]),
+                "highest peak": round(max(measured[menu, share]) / (runner.budget_bytes or 1), 4)
+                if measured[menu, share]
+                else None,
+                "lean units": round(statistics.mean([r.lean_units for r in planned]), 1) if planned else 0.0,
+                "recomputed units": round(statistics.mean([r.recomputed_units for r in planned]), 1)
+                if planned
+                else 0.0,
+                "refused": "yes" if runner.error is not None else "",
+            }
+            if runner.error is None:
+                row["added time"] = round(seconds[menu, share] / seconds["plain", 1.0] - 1, 4)
+                drawn.append((menu, share, float(row["added time"])))
+            yield row
+        _draw(name, drawn, results / f"frontier-{name}.png")
+
+
+def _timed(
+    plain: Runner, runners: dict[tuple[str, float], Runner], batches: Sequence[Batch], repeats: int
+) -> dict[tuple[str, float], float]:
+    """Sum over the batches of the median time of each runner's step, all taken in turns."""
+    everyone = {("plain", 1.0): plain, **{key: runner for key, runner in runners.items() if runner.error is None}}
+    total = dict.fromkeys(everyone, 0.0)
+    for index, batch in enumerate(batches):
+        times: dict[tuple[str, float], list[float]] = {key: [] for key in everyone}
+        for _ in range(repeats):
+            for key, runner in everyone.items():
+                began = time.perf_counter()
+                runner.step(batch, index)
+                times[key].append(time.perf_counter() - began)
+        for key, found in times.items():
+            total[key] += statistics.median(found)
+    return total
+
+
+def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:
+    """Budget against added time, a curve for each menu."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for menu, colour in zip(MENUS, ("#0072B2", "#E69F00", "#009E73"), strict=True):
+        curve = [(100 * share, 100 * added) for kind, share, added in points if kind == menu]
+        if curve:
+            axes.plot(*zip(*curve, strict=True), marker="o", color=colour, label=menu)
+    axes.set_xlabel("budget, % of the activation memory of the largest batch")
+    axes.set_ylabel("added time, %")
+    axes.set_title(f"{name}: what a budget costs, by the actions allowed")
+    axes.invert_xaxis()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

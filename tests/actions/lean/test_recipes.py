@@ -1,0 +1,209 @@
+"""Every recipe gives the bits of the operation it stands for, and the memory of its result is free meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mimose.actions.lean.recipes import ELEMENTWISE, PRODUCTS, TABLE
+from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
+
+aten = torch.ops.aten
+
+# For each entry of the table an expression of two matrices and two rows (all need gradients) that ends in its node.
+# Elements are 33 x 47: no multiple of what kernels take at once.
+CASES: dict[str, Callable[..., Tensor]] = {
+    "GeluBackward0": lambda x, w, p, q: functional.gelu(x),
+    "SiluBackward0": lambda x, w, p, q: functional.silu(x),
+    "MishBackward0": lambda x, w, p, q: functional.mish(x),
+    "HardswishBackward0": lambda x, w, p, q: functional.hardswish(x),
+    "LeakyReluBackward0": lambda x, w, p, q: functional.leaky_relu(x, 0.3),
+    "SoftplusBackward0": lambda x, w, p, q: functional.softplus(x, 2.0, 1.5),
+    "HardtanhBackward0": lambda x, w, p, q: functional.relu6(x),
+    "EluBackward0": lambda x, w, p, q: functional.elu(x, 0.7),
+    "GluBackward0": lambda x, w, p, q: functional.glu(torch.stack([x, w]), 0),
+    "PowBackward0": lambda x, w, p, q: x.pow(3),
+    "SinBackward0": lambda x, w, p, q: x.sin(),
+    "CosBackward0": lambda x, w, p, q: x.cos(),
+    "LogBackward0": lambda x, w, p, q: x.log(),  # not a number in places
+    "AbsBackward0": lambda x, w, p, q: x.abs(),
+    "ReluBackward0": lambda x, w, p, q: x.relu(),
+    "TanhBackward0": lambda x, w, p, q: x.tanh(),
+    "SigmoidBackward0": lambda x, w, p, q: x.sigmoid(),
+    "ExpBackward0": lambda x, w, p, q: x.exp(),
+    "SqrtBackward0": lambda x, w, p, q: x.sqrt(),
+    "RsqrtBackward0": lambda x, w, p, q: x.rsqrt(),
+    "NegBackward0": lambda x, w, p, q: -x,
+    "MulBackward0": lambda x, w, p, q: x * p,
+    "DivBackward0": lambda x, w, p, q: x / p,
+    "AddBackward0": lambda x, w, p, q: torch.add(x, p, alpha=2),
+    "SubBackward0": lambda x, w, p, q: torch.sub(x, p, alpha=3),
+    "RsubBackward0": lambda x, w, p, q: torch.rsub(x, p, alpha=3),
+    "RsubBackward1": lambda x, w, p, q: 3 - x,
+    "ToCopyBackward0": lambda x, w, p, q: x.double(),
+    "MeanBackward1": lambda x, w, p, q: x.expand(47, 33, 47).mean(1, keepdim=True).expand(47, 33, 47).mean(0),
+    "NativeLayerNormBackward0": lambda x, w, p, q: functional.layer_norm(x, (47,), p, q, 1e-3),
+    "NativeGroupNormBackward0": lambda x, w, p, q: functional.group_norm(x, 1, p, q, 1e-3),
+    "NativeBatchNormBackward0": lambda x, w, p, q: functional.batch_norm(x, None, None, p, q, True, 0.1, 1e-3),
+    "SoftmaxBackward0": lambda x, w, p, q: x.softmax(-1),
+    "SafeSoftmaxBackward0": lambda x, w, p, q: torch._safe_softmax(x, -1),
+    "BmmBackward0": lambda x, w, p, q: torch.bmm(x[None], w.t()[None]),
+    "MmBackward0": lambda x, w, p, q: x @ w.t(),
+    "AddmmBackward0": lambda x, w, p, q: torch.addmm(p, x, w.t() @ w, beta=2, alpha=3),
+    # What follows gives no tensor that is saved as it is; one that is rebuilt from it is.
+    "ViewBackward0": lambda x, w, p, q: -x.view(47, 33),
+    "UnsafeViewBackward0": lambda x, w, p, q: x.view(3, 11, 47) @ w.t(),
+    "ReshapeAliasBackward0": lambda x, w, p, q: -aten._reshape_alias(x, (47, 33), (33, 1)),
+    "ExpandBackward0": lambda x, w, p, q: -p.expand(33, 47),
+    "TransposeBackward0": lambda x, w, p, q: -x.transpose(0, -1),
+    "TBackward0": lambda x, w, p, q: -x.t(),
+    "PermuteBackward0": lambda x, w, p, q: -x.permute(-1, 0),
+    "UnsqueezeBackward0": lambda x, w, p, q: -x.unsqueeze(-1),
+    "SliceBackward0": lambda x, w, p, q: -x[1:-1, :-2],
+    "CloneBackward0": lambda x, w, p, q: x.t().contiguous(),
+}
+GRADE_OF = {"UnsafeViewBackward0": PRODUCTS}
+"""Where the least grade is not the entry's own: it takes a product to get there."""
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What `CASES` are given; the first row is nowhere near zero."""
+    shapes = (33, 47), (33, 47), (47,), (47,)
+    x, w, p, q = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [each.requires_grad_() for each in (x, w, p.abs() + 0.5, q)]
+
+
+def saved_once(expression: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function whose last operation saves what the expression gives."""
+
+    def function(watch: Watch, *args: Tensor) -> Tensor:
+        y = watch(expression(*args))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    return function
+
+
+def test_every_recipe_has_a_case() -> None:
+    """And every case a recipe."""
+    assert CASES.keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_what_was_dropped_is_rebuilt_bit_by_bit(name: str, dtype: torch.dtype) -> None:
+    """In the least grade that has the recipe; in the one below, the tensor stays."""
+    function, given = saved_once(CASES[name]), inputs(dtype)
+    grade = GRADE_OF.get(name, TABLE[name].grade)
+    plain = assert_lean(function, given, grade)
+    assert name in plain.names
+    below = Pass(function, given, grade - 1)
+    assert below.alive == [True]
+    assert same_bits(below.bits, plain.bits)
+
+
+WITH_AUTOCAST = ["Gelu", "Silu", "Mul", "Add", "NativeLayerNorm", "Softmax", "Relu", "Mm", "Addmm", "Bmm", "UnsafeView"]
+
+
+@pytest.mark.parametrize("name", WITH_AUTOCAST)
+def test_what_was_dropped_is_rebuilt_in_its_precision(name: str) -> None:
+    """Under autocast, of a product in half precision."""
+    case = CASES[f"{name}Backward0"]
+
+    def function(watch: Watch, x: Tensor, w: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        half = x @ (w.t() @ w)
+        y = watch(case(half, w, p, q))
+        return (y * torch.ones_like(y, requires_grad=True)).float()
+
+    assert f"{name}Backward0" in assert_lean(function, inputs(), autocast=True).names
+
+
+NUMBERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x + 1.5,
+    lambda x: 1.5 + x,
+    lambda x: x - 1.5,
+    lambda x: 1.5 - x,
+    lambda x: torch.add(x, 1.5, alpha=2),
+    lambda x: torch.sub(x, 1.5, alpha=2),
+    lambda x: torch.rsub(x, 1.5, alpha=2),
+    lambda x: x.add(2).sub(3),
+    lambda x: x * 0.1,
+    lambda x: 0.1 * x,
+    lambda x: x / 3,
+    lambda x: x**2,
+    lambda x: x.pow(-1.5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", range(len(NUMBERS)))
+def test_numbers_are_remembered(number: int, dtype: torch.dtype) -> None:
+    """On either side."""
+    assert_lean(saved_once(lambda x, w, p, q: NUMBERS[number](x)), inputs(dtype), ELEMENTWISE)
+
+
+ONE_SIDED: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mul, lambda x, c: c * x, lambda x, c: x / c]
+
+
+@pytest.mark.parametrize("number", range(len(ONE_SIDED)))
+def test_operands_that_need_no_gradient(number: int) -> None:
+    """Autograd saves one side only, or that which it needs."""
+    constant = torch.rand(33, 47) + 0.5
+    assert_lean(saved_once(lambda x, w, p, q: ONE_SIDED[number](x, constant)), inputs(), ELEMENTWISE)
+
+
+MIXED: list[Callable[..., Tensor]] = [
+    lambda x, w, p, q: x.bfloat16() * w,
+    lambda x, w, p, q: (x.bfloat16() * p.bfloat16()).float() * q,
+    lambda x, w, p, q: functional.layer_norm(x, (47,)),
+    lambda x, w, p, q: functional.group_norm(x, 1),
+    lambda x, w, p, q: functional.softmax(x.bfloat16(), -1, dtype=torch.float32),
+    lambda x, w, p, q: functional.softmax(x, 0),
+    lambda x, w, p, q: functional.gelu(x, approximate="tanh"),
+    lambda x, w, p, q: functional.glu(torch.cat([x, w], -1)[:, :46], -1),
+    lambda x, w, p, q: torch._safe_softmax(x.masked_fill(torch.arange(33)[:, None] == 3, -torch.inf).clone(), -1),
+    lambda x, w, p, q: functional.gelu(x.t()),
+    lambda x, w, p, q: functional.silu(x[::2, 1:]),
+    lambda x, w, p, q: functional.gelu(x.view(3, 11, 47).transpose(0, 1)).transpose(1, 2).contiguous(),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MIXED)))
+def test_other_precisions_layouts_and_arguments(number: int) -> None:
+    """The kernel that is run again is given what the first one was."""
+    function, given = saved_once(MIXED[number]), inputs()
+    plain = Pass(function, given, None)
+    lean = Pass(function, given, PRODUCTS)
+    again = Pass(function, given, PRODUCTS, sites=lean.sites)
+    assert same_bits(lean.bits, plain.bits)
+    assert same_bits(again.bits, plain.bits)
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda y: y.t(),
+    lambda y: y.view(3, 11, 47),
+    lambda y: y[3:7],
+    lambda y: y[:, 5],
+    lambda y: y[0, :3],
+    lambda y: y.unsqueeze(0).expand(4, 33, 47),
+    lambda y: y.view(11, 3, 47).permute(2, 0, 1)[1:],
+    lambda y: y.chunk(2)[1],
+]
+
+
+@pytest.mark.parametrize("number", range(len(VIEWS)))
+@pytest.mark.parametrize("both", [False, True])
+def test_views_of_what_is_rebuilt(number: int, both: bool) -> None:
+    """However small, a view that is saved does not hold the memory."""
+    view = VIEWS[number]
+
+    def function(watch: Watch, x: Tensor, w: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        y = watch(functional.silu(x))
+        seen = view(y)
+        out = (seen * torch.ones_like(seen, requires_grad=True)).sum()
+        return out + (y * w).sum() if both else out
+
+    assert_lean(function, inputs(), ELEMENTWISE)

@@ -1,0 +1,292 @@
+"""Changes in place, other names of the same memory, other settings in backward: an error as without, or the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
+
+Change = Callable[[Tensor], object]
+
+
+def matrix(rows: int = 33, columns: int = 47) -> Tensor:
+    """A leaf of an awkward size."""
+    return torch.randn(rows, columns, requires_grad=True)
+
+
+def quietly(change: Change) -> Change:
+    """A change that autograd is not told of."""
+
+    def changed(tensor: Tensor) -> None:
+        with torch.no_grad():
+            change(tensor)
+
+    return changed
+
+
+def assert_same(function: Function, *inputs: Tensor) -> list[Pass]:
+    """Whatever is kept, no bit differs: the first time, and when all places are known."""
+    plain = Pass(function, inputs, None)
+    first = Pass(function, inputs, EVERYTHING)
+    again = Pass(function, inputs, EVERYTHING, sites=first.sites)
+    assert same_bits(first.bits, plain.bits)
+    assert same_bits(again.bits, plain.bits)
+    return [first, again]
+
+
+CHANGES: list[Change] = [
+    lambda h: h.add_(1),
+    lambda h: h[:3].zero_(),
+    lambda h: h.relu_(),
+    quietly(lambda h: h.mul_(2)),
+]
+
+
+@pytest.mark.parametrize("grade", [None, EVERYTHING])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_what_a_recipe_starts_from_is_an_error(change: Change, grade: int | None) -> None:
+    """As without lean saves, and in the same words."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        h = x.cumsum(0)  # for which there is no recipe
+        out = functional.gelu(h) * w
+        change(h)
+        return out
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Pass(function, [matrix(), matrix()], grade)
+
+
+@pytest.mark.parametrize("grade", [None, EVERYTHING])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_change_of_a_weight_is_an_error(which: int, grade: int | None) -> None:
+    """As an optimizer's step between forward and backward is."""
+    rows = [torch.ones(47, requires_grad=True), torch.zeros(47, requires_grad=True)]
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        out = functional.layer_norm(x * w, (47,), rows[0], rows[1]) * w
+        quietly(lambda row: row.add_(1))(rows[which])
+        return out
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Pass(function, [matrix(), matrix()], grade)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_what_is_rebuilt_does_no_harm(change: Change) -> None:
+    """Plain autograd refuses; the value of the time when it was saved is rebuilt."""
+
+    def changing(change: Change, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.gelu(x)
+        out = y * w
+        change(y)
+        return out
+
+    x, w = matrix(), matrix()
+    plain = Pass(lambda _, *given: changing(lambda y: y, *given), [x, w], None)
+    lean = Pass(lambda _, *given: changing(change, *given), [x, w], EVERYTHING)
+    assert same_bits(lean.bits, plain.bits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        quietly(lambda y: y.mul_(3)),
+        lambda y: y.detach().mul_(3),
+        lambda y: y.data.mul_(3),
+        lambda y: y[:4].mul_(3),
+        lambda y: y.view(-1).mul_(3),
+        lambda y: y.mul_(3),
+        lambda y: functional.relu_(y),
+        lambda y: functional.dropout(y, 0.0, inplace=True),
+    ],
+)
+def test_a_change_before_it_is_saved_is_seen(change: Change) -> None:
+    """The node that made it says nothing of the change."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        change(y)
+        return y * w
+
+    assert_same(function, matrix(), matrix())
+
+
+def test_a_change_that_no_counter_shows_is_found_by_the_first_comparison() -> None:
+    """The place keeps its tensor from then on."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        y.data.mul_(3)
+        return watch(y) * w
+
+    for lean in assert_same(function, matrix(), matrix()):
+        assert len(lean.sites.different) == 1
+        assert not lean.sites.checked
+        assert lean.alive == [True]
+
+
+@pytest.mark.parametrize("change", [quietly(lambda y: y.mul_(3)), lambda y: y.detach().mul_(3), lambda y: y.mul_(3)])
+def test_a_tensor_that_is_saved_changed_and_saved_again(change: Change) -> None:
+    """The second one is not the first, though the memory is; only the second is asked for."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        y * w
+        change(y)
+        return y * w
+
+    assert_same(function, matrix(), matrix())
+
+
+def test_a_mask_that_is_saved_changed_and_saved_again() -> None:
+    """A buffer that is filled anew for every use."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        mask = torch.zeros(64, 64, dtype=torch.bool)
+        x.masked_fill(mask, 0.0)
+        mask.fill_(True)
+        return x.masked_fill(mask, 0.0) * w
+
+    assert_same(function, matrix(64, 64), matrix(64, 64))
+
+
+def test_another_tensor_in_the_same_memory_is_not_taken_for_the_first() -> None:
+    """`.data` has a counter of its own, and `t_()` turns a tensor over that shares the memory."""
+
+    def changed(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        y * w
+        y.data.mul_(3)
+        return y.data * w
+
+    def turned(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        return y * w + (y.data.t_() * w.t()).t()
+
+    def as_others(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.silu(x)
+        whole = y * w
+        part = torch.empty(0).set_(y.detach().untyped_storage(), 47, (3, 47), (47, 1))
+        return whole[:3] + part * w[:3]
+
+    for function in (changed, turned, as_others):
+        assert_same(function, matrix(), matrix())
+
+
+def test_views_that_are_more_than_strides() -> None:
+    """Conjugates, real parts, and the numbers of complex ones."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = torch.complex(x, w).sin()
+        pairs = torch.view_as_real(y) * torch.stack([w, x], -1)
+        return (y.conj() * torch.complex(w, x)).abs() + y.imag * w + pairs.sum(-1)
+
+    assert_same(function, matrix(), matrix())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_start_that_changed_before_the_result_was_saved(known: bool) -> None:
+    """Nobody asks for the gradient that needs it, so plain autograd does not mind."""
+
+    def changing(change: Change, x: Tensor, w: Tensor) -> Tensor:
+        h = (x * 2).detach()
+        h.requires_grad_()
+        y = functional.gelu(h)
+        change(h)
+        return y * w
+
+    x, w = matrix().detach(), matrix()
+    change = quietly(lambda h: h.add_(1))
+    sites = Pass(lambda _, *given: changing(lambda h: h, *given), [x, w], EVERYTHING).sites if known else Sites()
+
+    def grad_of_w(grade: int | None) -> list[Tensor]:
+        if grade is None:
+            out = changing(change, x, w)
+        else:
+            with LeanSaves(sites, grade).active():
+                out = changing(change, x, w)
+        return list(torch.autograd.grad(out.sum(), [w]))
+
+    assert same_bits(grad_of_w(EVERYTHING), grad_of_w(None))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_backward_inside_an_autocast_region(autocast: bool, inside: bool) -> None:
+    """Rebuilt in the precision of the forward, not in that of where backward is called."""
+    x, w, v = matrix(), matrix(), matrix(47, 33)
+
+    def gradients(lean: bool) -> list[Tensor]:
+        saves = LeanSaves(Sites(), EVERYTHING)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if lean:
+                with saves.active():
+                    out = functional.gelu((x * w) @ v).exp() @ x
+            else:
+                out = functional.gelu((x * w) @ v).exp() @ x
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return list(torch.autograd.grad(out.sum(), [x, w, v]))
+
+    assert same_bits(gradients(True), gradients(False))
+
+
+def test_a_product_out_of_autocast_inside_of_it() -> None:
+    """What was computed in full precision is rebuilt so, and recognised when it is compared."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x @ w.t()
+        return watch(y) * w.sum()
+
+    assert_lean(function, [matrix(), matrix()], autocast=True)
+
+
+@pytest.mark.parametrize("threads", [(1, 3), (3, 1), (2, 3)])
+def test_another_number_of_threads_in_backward(threads: tuple[int, int]) -> None:
+    """Some kernels divide the elements otherwise and end in other last bits; the number is as before afterwards."""
+    x, w = matrix(300, 301), matrix(300, 301)
+
+    def gradients(lean: bool) -> list[Tensor]:
+        torch.set_num_threads(threads[0])
+        saves = LeanSaves(Sites(), EVERYTHING)
+        if lean:
+            with saves.active():
+                out = functional.mish(functional.silu(x * w).sigmoid()) * w
+        else:
+            out = functional.mish(functional.silu(x * w).sigmoid()) * w
+        torch.set_num_threads(threads[1])
+        found = list(torch.autograd.grad(out.sum(), [x, w]))
+        assert torch.get_num_threads() == threads[1]
+        return found
+
+    assert same_bits(gradients(True), gradients(False))
+
+
+def test_a_parameter_that_is_changed_within_the_forward_is_not_rebuilt_from() -> None:
+    """After its operation and before the result is saved, at a place that was tried without such a change."""
+    parameter = torch.nn.Parameter(torch.randn(64, 64))
+    x = torch.randn(64, 64, requires_grad=True)
+    sites = Sites()
+
+    def run(changes: bool, lean: bool) -> torch.Tensor:
+        with torch.no_grad():
+            parameter.fill_(0.5)
+        saves = LeanSaves(sites, 1, leaves=[parameter])
+        with saves.active() if lean else nullcontext():
+            z = x.neg() + parameter
+            if changes:
+                with torch.no_grad():
+                    parameter.mul_(3)
+            out = z.sin().sum()
+        return torch.autograd.grad(out, x)[0]
+
+    assert torch.equal(run(False, True), run(False, False))
+    assert torch.equal(run(True, True), run(True, False))
