@@ -265,12 +265,11 @@ class Advisor:
         known = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
         level = timeline.level_bytes(timeline.chosen(known))
         peak = int(level.argmax())
-        retained = {
-            timeline.units[option.unit]: int(timeline.relief_bytes[index, peak])
-            for index, option in enumerate(timeline.options)
-            if timeline.units[option.unit] not in known and timeline.parents[option.unit] < 0
-        }
-        retained = {unit: size for unit, size in retained.items() if size > 0}
+        retained: dict[str, int] = {}
+        for index, option in enumerate(timeline.options):
+            unit, spared = timeline.units[option.unit], int(timeline.relief_bytes[index, peak])
+            if unit not in known and timeline.parents[option.unit] < 0 and spared > 0:
+                retained[unit] = max(spared, retained.get(unit, 0))
         used = int(level[peak])
         return Holds(
             retained,

@@ -243,9 +243,12 @@ def test_a_model_that_checkpoints_everything_itself_is_refused() -> None:
 
 
 def test_actions_are_checked_by_name() -> None:
-    """None means those that pay."""
-    assert check_actions(None) == check_actions(["recompute"]) == ("recompute",)
-    for wrong in ([], ["offlaod"], ["recompute", "magic"]):
+    """None means all there are; lean saves are asked for by one name for all of their degrees."""
+    assert check_actions(["recompute"]) == ("recompute",)
+    assert check_actions(["lean"]) == ("lean", "lean+masks", "lean+attention", "lean+products")
+    assert check_actions(None) == check_actions(["lean", "recompute"]) == (*check_actions(["lean"]), "recompute")
+    assert check_actions(["recompute", "lean", "recompute"]) == ("recompute", *check_actions(["lean"]))
+    for wrong in ([], ["offlaod"], ["recompute", "magic"], ["lean+masks"]):
         with pytest.raises(UnsupportedError, match="recompute"):
             check_actions(wrong)
 

@@ -1,8 +1,8 @@
 """Frontier: what each budget costs in time, by which actions, side by side in one run.
 
-For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several times;
-a budget's cost is the sum of its median times over all batches against the sum of the plain ones. Peaks are read off an
-independent meter in a pass of their own, so that no meter runs while time is taken.
+For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several
+times; a budget's cost is the sum of its median times over all batches against the sum of the plain ones. Peaks are read
+off an independent meter in a pass of their own, so that no meter runs while time is taken.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def rows(names: Sequence[str], steps: int, results: Path, repeats: int = 3, seed
         seconds = _timed(plain, runners, batches, repeats)
         drawn = []
         for (menu, share), runner in runners.items():
-            planned = [] if runner.mimose is None else [r for r in runner.mimose.records[-len(batches) :] if r.actions]
+            planned = [] if runner.mimose is None else list(runner.mimose.records)[-len(batches) :]
             row = {
                 "model": name,
                 "menu": menu,
@@ -116,6 +116,10 @@ def rows(names: Sequence[str], steps: int, results: Path, repeats: int = 3, seed
                 drawn.append((menu, share, float(row["added time"])))
             yield row
         _draw(name, drawn, results / f"frontier-{name}.png")
+
+
+def _mean(counts: Sequence[int]) -> float:
+    return round(statistics.mean(counts), 1) if counts else 0.0
 
 
 def _timed(

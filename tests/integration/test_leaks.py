@@ -23,6 +23,7 @@ from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback
 from tests.helpers.fits import same
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import Batch, Task, TinyNested, TinyText, TinyVision, image_batch, quiet_trainer, text_batch
+from tests.helpers.pairs import saving, saving_units
 from tests.helpers.recording import model_loss
 
 LENGTHS = (16, 24, 40, 12, 32, 20, 28, 36)
@@ -124,7 +125,7 @@ def test_two_fits_of_150_steps_hold_no_more_at_their_end_than_at_their_beginning
         trainer = quiet_trainer(callback, census)
         hooked = hooks(task)
         trainer.fit(task, fresh(data))
-        assert sum(record.recomputed_units > 0 for record in callback.records if not record.sheltered) > 10
+        assert saving(callback) > 10
         # From step 50 on, when the last things there are begin: the metrics that are logged.
         assert len(set(census.bytes[2:])) == 1, census.bytes
         assert len(set(census.hooks)) == 1
@@ -414,7 +415,7 @@ def test_two_trainings_at_the_same_time() -> None:
         assert all(map(torch.equal, values, wanted))
         assert any(not record.sheltered for record in records)
         assert all(record.measured_peak_bytes for record in records if record.sheltered)
-    assert any(record.recomputed_units for record in found[0][1] if not record.sheltered)
+    assert any(saving_units(record) for record in found[0][1] if not record.sheltered)
 
 
 def _plain_text() -> nn.Module:

@@ -121,9 +121,10 @@ class WithInside(Task):
 
 @pytest.mark.filterwarnings("ignore:Unit .* inside saved-tensor hooks of your own")
 @pytest.mark.conformance(HOOKS, "saved_tensors_hooks inside a block", "works")
-def test_hooks_inside_a_unit() -> None:
-    """What they took stays theirs; the rest of the block is recomputed."""
-    pair(0.85, task=WithInside)
+@pytest.mark.parametrize("actions", [["recompute"], ["lean"]], ids=["recompute", "lean"])
+def test_hooks_inside_a_unit(actions: list[str]) -> None:
+    """What they took stays theirs; the rest of the block is recomputed, or rebuilt."""
+    pair(0.85, task=WithInside, actions=actions)
 
 
 # --- more of backward than usual ------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def test_profilers(profiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     plain = run(data=few())
     counted = Runs("mlp.0")
-    callback = MimoseCallback(plain.budget(0.7))
+    callback = MimoseCallback(plain.budget(0.7), actions=["recompute"])
     fit = run(counted, callback, data=few(), metered=False, profiler=profiler)
     assert same(plain.weights(), fit.weights())
     assert rerun(callback) >= 3

@@ -29,7 +29,7 @@ from tests.helpers.models import (
     quiet_trainer,
     text_batch,
 )
-from tests.helpers.pairs import Runs, few, pair, rerun
+from tests.helpers.pairs import Runs, few, pair, rerun, saving
 
 WAYS = "How people train"
 
@@ -243,7 +243,7 @@ def test_other_stages_after_fit() -> None:
         found.append([*values, *predicted, *fit.weights().values()])  # type: ignore[list-item]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert len(callback.records) == 12
-    assert rerun(callback) >= 6
+    assert saving(callback) >= 6
 
 
 @pytest.mark.conformance(WAYS, "two fits with one callback", "works")
@@ -254,7 +254,7 @@ def test_two_fits() -> None:
     for _ in range(2):
         assert same(run(callback, data=few()).weights(), plain.weights())
     assert not any(record.sheltered for record in callback.records[6:])
-    assert rerun(callback) >= 8
+    assert saving(callback) >= 8
 
 
 @pytest.mark.conformance(WAYS, "a run resumed from a checkpoint", "works")
@@ -271,7 +271,7 @@ def test_a_resumed_run(tmp_path: Path) -> None:
     assert same(task.state_dict(), plain.weights())
     assert not any(record.sheltered for record in again.records)
     assert len(again.records) == 6
-    assert rerun(again) >= 4
+    assert saving(again) >= 4
 
 
 # --- what a training step does --------------------------------------------------------------------------------
@@ -321,12 +321,13 @@ class ByHandReentrant(ByHand):
 
 
 @pytest.mark.conformance(WAYS, "torch.utils.checkpoint by hand inside the model", "guarded")
+@pytest.mark.parametrize("actions", [["recompute"], ["lean"]], ids=["recompute", "lean"])
 @pytest.mark.parametrize("task", [ByHand, ByHandReentrant], ids=["non-reentrant", "reentrant"])
-def test_checkpointing_by_hand(task: type[ByHand]) -> None:
+def test_checkpointing_by_hand(task: type[ByHand], actions: list[str]) -> None:
     """The layer stays its author's business, is named where that can be seen, and the others are planned."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        both = pair(task=task)
+        both = pair(task=task, actions=actions)
     named = [str(w.message) for w in caught if "of your own" in str(w.message)]
     assert len(named) == (not task.reentrant)
     assert all("'model.layers.0'" in text and "checkpoint" in text for text in named)
@@ -560,6 +561,9 @@ def test_the_counter_sees_recomputations() -> None:
     """What the tests of other hooks rely on: forwards of a unit's parts are counted, recomputations included."""
     plain, counted = Runs(), Runs()
     run(plain, data=few(), metered=False)
-    run(counted, MimoseCallback("1GB", planner=lambda t, b: {"model.layers.0": "recompute"}), data=few(), metered=False)
+    callback = MimoseCallback(
+        "1GB", planner=lambda timeline, budget: {"model.layers.0": "recompute"}, actions=["recompute"]
+    )
+    run(counted, callback, data=few(), metered=False)
     assert plain.batches == [3] * 6
     assert counted.batches == [12, 6, 4, 4, 4, 4]  # in the first step, every unit is tried twice

@@ -81,11 +81,12 @@ def test_every_step_is_logged_with_its_own_values() -> None:
         "mimose/peak_bytes": 7_000_000_001,  # to the byte: not in single precision
         "mimose/budget_bytes": 10**10,
         "mimose/recomputed_units": 0,
+        "mimose/lean_units": 0,
         "mimose/cache_hits": 0,
         "mimose/planning_seconds": 0.5,
     }
     assert second["mimose/predicted_peak_bytes"] == 500_000
-    assert second["mimose/recomputed_units"] == second["mimose/cache_hits"] == 1
+    assert second["mimose/recomputed_units"] == second["mimose/lean_units"] == second["mimose/cache_hits"] == 1
 
 
 def test_between_two_logs_the_largest_peak_and_the_mean_count() -> None:

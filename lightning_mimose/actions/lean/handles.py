@@ -45,8 +45,8 @@ class Handle:
         raise NotImplementedError
 
     @property
-    def recipe(self) -> Recipe | None:
-        """What has to be rebuilt for it, if anything."""
+    def rebuilt(self) -> Rebuilt | None:
+        """What has to be made again for it, if anything."""
         return None
 
 
@@ -111,12 +111,55 @@ class View(Handle):
         return self.base.value().as_strided(*self._geometry)
 
     @property
-    def recipe(self) -> Recipe | None:
+    def rebuilt(self) -> Rebuilt | None:
         """Its base's."""
-        return self.base.recipe
+        return self.base.rebuilt
 
 
-class Mask(Handle):
+class Rebuilt(Handle):
+    """Something that has to be made again, and is shared while one backward pass lasts.
+
+    It stays as long as autograd would have kept it from its first use on: until every operation that saved it is done.
+    """
+
+    __slots__ = ("__weakref__", "_memo", "_task", "uses")
+
+    def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
+        super().__init__(nbytes, shape, grade)
+        self.uses = 0
+        self._task = -1
+        self._memo: torch.Tensor | None = None
+
+    @property
+    def rebuilt(self) -> Rebuilt:
+        """Itself."""
+        return self
+
+    def value(self) -> torch.Tensor:
+        """The value, made now or at another use in the same backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:
+            # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
+            self._task, self._memo = task, None
+        made = self._memo  # looked at once: another thread may let go of it
+        if made is None:
+            made = self._made()
+            if self.uses > 0 and task != -1:
+                self._memo = made
+                # A pass that keeps the graph, or runs a part of it, does not come to the last use.
+                # Weakly: what a recipe is made from must not live to the end of the pass.
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
+        return made
+
+    def _made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Let go of a value that was shared."""
+        self._memo = None
+
+
+class Mask(Rebuilt):
     """A tensor of zeros and one other number that fills its storage, a bit for each element.
 
     Args:
@@ -126,13 +169,14 @@ class Mask(Handle):
         packs: Whether the bits are really made; without them there is no value.
     """
 
-    __slots__ = ("_bits", "_stride", "_table", "held_bytes")
+    __slots__ = ("_bits", "_stride", "_table", "held_bytes", "temporary_bytes")
 
     _tables: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # noqa: RUF012 (of the class)
 
     def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
         self.held_bytes = -(-tensor.numel() // 8)
+        self.temporary_bytes = 4 * self.held_bytes  # indices have to be integers of 32 bits
         if not packs:
             return
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
@@ -148,12 +192,11 @@ class Mask(Handle):
             Mask._tables[key] = bits.to(tensor.dtype) if tensor.dtype == torch.bool else bits.to(tensor.dtype) * number
         self._table = Mask._tables[key]
 
-    def value(self) -> torch.Tensor:
-        """The mask."""
+    def _made(self) -> torch.Tensor:
         return self._table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
 
 
-class Recipe(Handle):
+class Recipe(Rebuilt):
     """A value that is rebuilt from those of other handles.
 
     Args:
@@ -166,7 +209,7 @@ class Recipe(Handle):
         is_view: Whether it takes no memory of its own.
     """
 
-    __slots__ = ("__weakref__", "_memo", "_rebuild", "_task", "_threads", "inputs", "is_view", "uses", "work")
+    __slots__ = ("_rebuild", "_threads", "inputs", "is_view", "work")
 
     def __init__(
         self,
@@ -181,38 +224,7 @@ class Recipe(Handle):
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
-        self.uses = 0
-        self._task = -1
-        self._memo: torch.Tensor | None = None
         self._threads = torch.get_num_threads()
-
-    @property
-    def recipe(self) -> Recipe:
-        """Itself."""
-        return self
-
-    def value(self) -> torch.Tensor:
-        """The value, rebuilt or from another use in the same backward pass.
-
-        It stays as long as autograd would have kept it from here on: until every operation that saved it is done.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._task or task == -1:
-            # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
-            self._task, self._memo = task, None
-        made = self._memo  # looked at once: another thread may let go of it
-        if made is None:
-            made = self._made()
-            if self.uses > 0 and task != -1:
-                self._memo = made
-                # A pass that keeps the graph, or runs a part of it, does not come to the last use.
-                # Weakly: what a recipe is made from must not live to the end of the pass.
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
-        return made
-
-    def forget(self) -> None:
-        """Let go of a value that was shared."""
-        self._memo = None
 
     def _made(self) -> torch.Tensor:
         with ExitStack() as stack:
@@ -224,8 +236,8 @@ class Recipe(Handle):
             return self._rebuild(*[each.value() for each in self.inputs])
 
 
-def _forget(recipe: weakref.ref[Recipe]) -> None:
-    live = recipe()
+def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:
+    live = rebuilt()
     if live is not None:
         live.forget()
 
@@ -235,16 +247,16 @@ class Use:
 
     __slots__ = ("handle",)
 
-    def __init__(self, handle: Handle, recipe: Recipe) -> None:
+    def __init__(self, handle: Handle, rebuilt: Rebuilt) -> None:
         self.handle = handle
-        recipe.uses += 1
+        rebuilt.uses += 1
 
     def __del__(self) -> None:
-        recipe = self.handle.recipe
-        if recipe is not None:
-            recipe.uses -= 1
-            if recipe.uses == 0:
-                recipe.forget()
+        rebuilt = self.handle.rebuilt
+        if rebuilt is not None:
+            rebuilt.uses -= 1
+            if rebuilt.uses == 0:
+                rebuilt.forget()
 
 
 def unpack(packed: Handle | Use) -> torch.Tensor:

@@ -42,6 +42,9 @@ class Node(Protocol):
     def edge(self, index: int) -> Handle | None:
         """The value that input `index` had, if it can be had."""
 
+    def scores(self) -> Handle | None:
+        """As `edge(0)`; a batched product on the way to it is attention's, of a lower grade than others."""
+
     def operand(self, name: str, index: int) -> Handle | None:
         """`saved`, or `edge` where the node did not need to save it."""
 
@@ -248,7 +251,7 @@ def _batch_norm(node: Node) -> Made | None:
 
 @recipe("SoftmaxBackward0", grade=ATTENTION)
 def _softmax(node: Node) -> Made:
-    return Made(partial(torch.softmax, dim=_signed(node.raw._saved_dim)), (node.edge(0),), HEAVY)
+    return Made(partial(torch.softmax, dim=_signed(node.raw._saved_dim)), (node.scores(),), HEAVY)
 
 
 @recipe("SafeSoftmaxBackward0", grade=ATTENTION)
@@ -264,10 +267,10 @@ def _safe_softmax(node: Node) -> Made:
             del out
         return torch._safe_softmax(scores, dim)
 
-    return Made(safe, (node.edge(0),), HEAVY)
+    return Made(safe, (node.scores(),), HEAVY)
 
 
-@recipe("BmmBackward0", grade=ATTENTION)
+@recipe("BmmBackward0", grade=PRODUCTS)
 def _bmm(node: Node) -> Made | None:
     return _product(torch.bmm, node, node.saved("self"), node.saved("mat2"))
 

@@ -7,6 +7,7 @@ compared bit for bit; a place where it differs keeps its tensor from then on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +19,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Number, Recipe, Use, View, rebuilt_now, unpack
-from lightning_mimose.actions.lean.recipes import MASKS, TABLE, VIEW, Made
+from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
@@ -91,9 +91,10 @@ class LeanSaves:
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
-        self._storages: Any = WeakIdKeyDictionary()
+        self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._owner = object()
         self._start = 0
+        self._in_scores = False
         self._constants = Constants()
 
     @contextmanager
@@ -123,24 +124,29 @@ class LeanSaves:
         handle = self._handle(tensor)
         handle.owner = self._owner
         handle.is_saved = True
-        recipe = handle.recipe
-        if recipe is None:
+        rebuilt = handle.rebuilt
+        if rebuilt is None:
             return handle
-        recipe.is_saved = True
-        return Use(handle, recipe)
+        rebuilt.is_saved = True
+        return Use(handle, rebuilt)
 
     def _handle(self, tensor: torch.Tensor) -> Handle:
         self._count += 1
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        node = base.grad_fn
+        if node is None and base.requires_grad:
+            return Kept(tensor)  # a parameter
         if not _is_plain(tensor) or not _is_plain(base):
             return Kept(tensor)
         storage = base.untyped_storage()
         if storage.nbytes() < SMALL_BYTES:
             return Kept(tensor)
-        node = base.grad_fn
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
-        known, as_found = self._storages.get(storage, (None, state))
+        # By its address, which is another storage's once it is gone.
+        ref, known, as_found = self._storages.get(storage._cdata, (None, None, state))
+        if ref is not None and ref() is not storage:
+            ref, known, as_found = None, None, state
         if as_found != state:
             known = None
         elif known is None:
@@ -153,8 +159,8 @@ class LeanSaves:
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
             known = handle if base is tensor else Kept(base)
-        if storage not in self._storages:
-            self._storages[storage] = known, state
+        if ref is None:
+            self._storages[storage._cdata] = weakref.ref(storage), known, state
         if node is not None:
             self._values[node, base.output_nr] = known if as_found == state else None
         if self._told is not None:
@@ -206,7 +212,10 @@ class LeanSaves:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None or output != 0 or depth > LONGEST_CHAIN or entry.grade > self._grade:
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+            return None
+        own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade
+        if own > self._grade:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
             return None
@@ -217,7 +226,7 @@ class LeanSaves:
         inputs = [each for each in made.inputs if each is not None]
         if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
             return None
-        grade = max(entry.grade, *(each.needed_grade for each in inputs), 0)
+        grade = max(own, *(each.needed_grade for each in inputs), 0)
         elements = prod(view.shape)
         nbytes = elements * view.dtype.itemsize
         work = made.work + made.work_per_element * elements
@@ -244,6 +253,13 @@ class _Node:
             return None
         node, output = following[index]
         return self._saves.rebuilt(node, output, self._depth + 1)
+
+    def scores(self) -> Handle | None:
+        self._saves._in_scores = True
+        try:
+            return self.edge(0)
+        finally:
+            self._saves._in_scores = False
 
     def operand(self, name: str, index: int) -> Handle | None:
         saved = self.saved(name)

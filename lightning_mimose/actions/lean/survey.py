@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Recipe, Use, View
+from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
@@ -185,16 +185,16 @@ def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[
         items: Handles that are saved themselves -> their index: rebuilt on the way they stay, and are paid for there.
         also: Filled with those.
     """
+    if isinstance(handle, Mask):
+        return handle.temporary_bytes, 0.0
     if not isinstance(handle, Recipe):
         return 0, 0.0
     temporary, most, work = 0, 0, handle.work
     for each in handle.inputs:
         base = each.base if isinstance(each, View) else each
         if id(base) in items:
-            if isinstance(base, Recipe):
+            if isinstance(base, Rebuilt):
                 also.add(items[id(base)])
-            elif isinstance(base, Mask):
-                temporary += base.nbytes
         else:
             inner, inner_work = _rebuilding(base, items, also)
             work += inner_work
