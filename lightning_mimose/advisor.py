@@ -6,7 +6,7 @@ The engine asks it at every step; reports, `explain` and a user's questions ask 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
@@ -36,8 +36,6 @@ OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
-TRIAL_SHARE = 0.75
-"""What trying recipes may take besides a unit's own saved tensors, as a share of them."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -108,6 +106,7 @@ class Advisor:
         self.scheduler = Scheduler(planner)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
+        self._unlean: Collection[str] = frozenset()
         self.refused: dict[str, str] = {}
         """Unit -> why it can never be recomputed, as the engine found out."""
         self.resident = Resident(0, 0, True, 0)
@@ -157,7 +156,8 @@ class Advisor:
     def _plan(self, timeline: Timeline, prediction: Prediction, key: Any) -> tuple[Plan, bool]:
         budget, cache = self.budget_bytes, self.cache
         incumbents = cache.incumbents(key, budget)
-        for target in (budget - self._margin_bytes(prediction, timeline, budget), budget):
+        menu = self.menu(timeline)
+        for target in self._targets(menu, budget, self._margin_bytes(prediction, timeline, budget)):
             current: list[Plan] = []
 
             def better(plan: Plan, current: list[Plan] = current) -> None:
@@ -165,7 +165,6 @@ class Advisor:
                 if current:
                     cache.replace(key, budget, current[0], plan)
 
-            menu = timeline.only(self.actions)
             plan = self.scheduler.plan(menu, target, incumbents=incumbents, on_better=better)
             if plan is not None:
                 cache.put(key, budget, plan)
@@ -175,9 +174,22 @@ class Advisor:
         cache.put(key, budget, least)
         return least, least.predicted_peak_bytes > budget
 
+    def _targets(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Iterator[int]:
+        """What plans are asked to stay within: the budget less its margin, or else the least that is possible.
+
+        Not the budget itself: a plan that uses the margin would be faster than that of a somewhat larger budget.
+        """
+        yield budget_bytes - margin_bytes
+        if self.scheduler.planner == "greedy":
+            yield budget_bytes
+        elif not callable(self.scheduler.planner):
+            least = smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS).predicted_peak_bytes
+            if least <= budget_bytes:
+                yield max(least, budget_bytes - margin_bytes)
+
     def least(self, timeline: Timeline) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
-        menu = timeline.only(self.actions)
+        menu = self.menu(timeline)
         least = least_peak_heuristic(menu)
         if least.predicted_peak_bytes <= self.budget_bytes:
             return least
@@ -190,25 +202,38 @@ class Advisor:
         """
         if self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
             return None
-        least = least_peak_heuristic(timeline.only(self.actions))
+        least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
-    def has_room_to_try(self, size: BatchSize, resident: Resident) -> bool:
-        """Whether units may run once more beside a sheltered step, with all of one unit's saved tensors kept.
+    def has_room_to_try(self, size: BatchSize, resident: Resident, advice: Advice) -> bool:
+        """Whether units may run once more beside a step, with all that one of them saves kept.
 
-        Judged by the sizes measured so far; a larger size is taken to need quadratically more.
+        Judged by the plan's prediction, or in a sheltered step by the sizes measured so far; a larger size is taken to
+        need quadratically more.
         """
-        wanted = dict(size.dims)
         for dims, structure, values in self.estimator.observations():
+            wanted = dict(size.dims)
             if dims.keys() != wanted.keys():
                 continue
             grown = prod(max(1.0, wanted[name] / seen) ** 2 for name, seen in dims.items())
-            shelter = self._shelter_bytes(self._timeline(Prediction(structure, values, 0.0, False), resident))
+            timeline = self._timeline(Prediction(structure, values, 0.0, False), resident)
+            peak: int | None = advice.predicted_peak_bytes
+            if advice.plan is None:
+                peak = round(grown * (self._shelter_bytes(timeline) - resident.total_bytes)) + resident.total_bytes
             largest = max((float(values[call.working]) for call in structure.calls if call.region), default=0.0)
-            needed = (shelter - resident.total_bytes + TRIAL_SHARE * largest) * grown
-            if resident.total_bytes + needed <= self.budget_bytes:
+            if peak is not None and peak + grown * largest <= self.budget_bytes:
                 return True
         return False
+
+    def leave_unlean(self, units: Collection[str]) -> None:
+        """Plan no lean saves for units whose recipes were not tried yet."""
+        if units != self._unlean:
+            self._unlean = frozenset(units)
+            self.cache.clear()
+
+    def menu(self, timeline: Timeline) -> Timeline:
+        """What plans may choose from."""
+        return timeline.only(self.actions, self._unlean)
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
@@ -354,8 +379,9 @@ class Advisor:
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         timeline, prediction = self.timeline(batch_or_size)
-        for target in (budget - self._margin_bytes(prediction, timeline, budget), budget):
-            plan = self.scheduler.plan(timeline.only(self.actions), target)
+        menu = self.menu(timeline)
+        for target in self._targets(menu, budget, self._margin_bytes(prediction, timeline, budget)):
+            plan = self.scheduler.plan(menu, target)
             if plan is not None:
                 return plan
         least = self.sure_bytes(timeline)

@@ -294,7 +294,9 @@ class Engine:
             )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
-        self.session.tries_lean = step.sheltered and self.advisor.has_room_to_try(step.size, step.resident)
+        if self.session.untried:
+            self.session.tries_lean = self.advisor.has_room_to_try(step.size, step.resident, step.advice)
+            self.session.armed = self.session.armed or self.session.tries_lean
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -406,6 +408,8 @@ class Engine:
         self._step = None
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
+        self.session.tries_lean = False
+        self.advisor.leave_unlean(self.session.untried)
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.forget()
@@ -432,7 +436,7 @@ class Engine:
         peak = self._take_peak(step, trace)
         if not step.sheltered:
             plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
-            if plan is not None and predicted is not None:
+            if plan is not None and predicted is not None and not self.session.compared:
                 # The prediction covers the whole step, of which the update is still to come.
                 whole = max(peak, step.resident.update_bytes)
                 self.advisor.verify(step.size, step.resident, plan, predicted, whole)

@@ -42,6 +42,8 @@ class Session:
         proves: Whether units are proven before they are recomputed for the first time.
         lean: Whether lean saves may be planned, so that recomputations are surveyed for them.
         tries_lean: Whether this step has the memory to try recipes beside it.
+        untried: Units whose recipes were not tried yet: none of them is kept lean before.
+        compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
@@ -59,12 +61,15 @@ class Session:
     proves: bool = True
     lean: bool = False
     tries_lean: bool = False
+    untried: set[str] = field(default_factory=set)
+    compared: bool = False
     surprised: bool = False
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial = recorder, 0, None
+        self.compared = False
         self.given.clear()
         self.latest = None
         self.actions = self.standing(actions)
@@ -127,6 +132,8 @@ class _Calls:
         self._state = WrittenState(unit.module)
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
+        if self._may_be_lean():
+            session.untried.add(unit.name)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
@@ -141,6 +148,8 @@ class _Calls:
             if _out_of_reach(name, session):
                 return original(*args, **kwargs)
             action = session.actions.get(name)
+            if session.tries_lean and name in session.untried and action != "recompute":
+                self._try_recipes(args, kwargs)
             if action in GRADES:
                 return self._lean(GRADES.index(action) + 1, args, kwargs)
             if action == "recompute":
@@ -154,9 +163,6 @@ class _Calls:
         name, session = self._name, self._session
         opaque = opaque_argument(leaves)
 
-        def enter(trial: Trial | None) -> None:
-            session.trial = trial
-
         if self._generator_is_out_of_sight(leaves):
             session.refuse(
                 {name: "it is given no tensor on its device, so that device's generator would not be put back"}
@@ -166,16 +172,25 @@ class _Calls:
         elif session.proves and not self._state.known():
             with session.recorder.aside() if session.recorder is not None else nullcontext():
                 watch = not self._compiled
-                session.refuse(prove(name, self._original, args, kwargs, self._state, enter, watch=watch))
+                session.refuse(prove(name, self._original, args, kwargs, self._state, self._enter, watch=watch))
         if name in session.refused:
             return False
-        if session.tries_lean and self._may_be_lean() and not self._sites.tried:
-            self._sites.tried = True
-            with session.recorder.aside() if session.recorder is not None else nullcontext():
-                lean = LeanSaves(self._sites, len(GRADES))
-                try_recipes(name, self._original, args, kwargs, self._state, enter, lean)
-            session.surprised |= bool(self._sites.different)
+        if session.tries_lean and name in session.untried:
+            self._try_recipes(args, kwargs)
         return True
+
+    def _try_recipes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare every recipe with its tensor, beside the step."""
+        session = self._session
+        session.untried.discard(self._name)
+        session.compared = True
+        with session.recorder.aside() if session.recorder is not None else nullcontext():
+            lean = LeanSaves(self._sites, len(GRADES))
+            try_recipes(self._name, self._original, args, kwargs, self._state, self._enter, lean)
+        session.surprised |= bool(self._sites.different)
+
+    def _enter(self, trial: Trial | None) -> None:
+        self._session.trial = trial
 
     def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
         """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
@@ -192,8 +207,12 @@ class _Calls:
         session = self._session
         session.inside += 1
         try:
-            with LeanSaves(self._sites, grade, leaves=self._state.parameters()).active():
-                return self._original(*args, **kwargs)
+            saves = LeanSaves(self._sites, grade, leaves=self._state.parameters())
+            with saves.active():
+                out = self._original(*args, **kwargs)
+            session.compared |= saves.compared
+            session.surprised |= saves.compared and bool(self._sites.different)
+            return out
         finally:
             session.inside -= 1
 

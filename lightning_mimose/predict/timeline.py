@@ -94,9 +94,13 @@ class Timeline:
         """(unit name, action) -> index into `options`."""
         return {(self.units[option.unit], option.action): i for i, option in enumerate(self.options)}
 
-    def only(self, actions: Collection[str]) -> Timeline:
-        """This timeline with no other actions than these to choose from."""
-        kept = [i for i, option in enumerate(self.options) if option.action in actions]
+    def only(self, actions: Collection[str], recomputed: Collection[str] = ()) -> Timeline:
+        """This timeline with no other actions than these to choose from; of some units none but recomputing."""
+        kept = [
+            i
+            for i, option in enumerate(self.options)
+            if option.action in actions and (option.action == "recompute" or self.units[option.unit] not in recomputed)
+        ]
         if len(kept) == len(self.options):
             return self
         number = {old: new for new, old in enumerate(kept)}

@@ -169,9 +169,7 @@ class Mask(Rebuilt):
         packs: Whether the bits are really made; without them there is no value.
     """
 
-    __slots__ = ("_bits", "_stride", "_table", "held_bytes", "temporary_bytes")
-
-    _tables: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # noqa: RUF012 (of the class)
+    __slots__ = ("_bits", "_dtype", "_number", "_stride", "held_bytes", "temporary_bytes")
 
     def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
@@ -186,14 +184,16 @@ class Mask(Rebuilt):
             flags = torch.cat([flags, flags.new_zeros(missing)])
         # Eight bools are eight bytes of one integer; the product gathers their lowest bits in its highest byte.
         self._bits = (flags.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
-        key = (number, tensor.dtype, tensor.device)
-        if key not in Mask._tables:
-            bits = torch.arange(256, device=tensor.device)[:, None] >> torch.arange(8, device=tensor.device) & 1
-            Mask._tables[key] = bits.to(tensor.dtype) if tensor.dtype == torch.bool else bits.to(tensor.dtype) * number
-        self._table = Mask._tables[key]
+        self._number = number
+        self._dtype = tensor.dtype
 
     def _made(self) -> torch.Tensor:
-        return self._table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
+        # A table of all bytes, made each time: one that was kept would be memory that no step accounts for.
+        device = self._bits.device
+        table = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1).to(self._dtype)
+        if self._dtype != torch.bool:
+            table = table * self._number
+        return table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
 
 
 class Recipe(Rebuilt):

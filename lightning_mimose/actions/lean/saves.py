@@ -44,12 +44,10 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        tried: Whether the unit was run once to find out.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
-    tried: bool = False
 
 
 class Saved(NamedTuple):
@@ -68,6 +66,9 @@ class Saved(NamedTuple):
 
 class LeanSaves:
     """Takes over what one call of a unit saves.
+
+    Attributes:
+        compared: Whether a place was met for the first time, so that its tensor was there twice.
 
     Args:
         sites: What is known about the unit's places.
@@ -95,6 +96,7 @@ class LeanSaves:
         self._owner = object()
         self._start = 0
         self._in_scores = False
+        self.compared = False
         self._constants = Constants()
 
     @contextmanager
@@ -180,6 +182,7 @@ class LeanSaves:
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
         if self._applies and place not in self._sites.checked and place not in self._sites.different:
+            self.compared = True
             (self._sites.checked if _same(rebuilt_now(handle), tensor) else self._sites.different).add(place)
         return place not in self._sites.different
 
