@@ -36,6 +36,8 @@ OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
+TRIAL_SHARE = 1.5
+"""What a unit that is tried beside a planned step may take, as a share of its working set."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -205,25 +207,34 @@ class Advisor:
         least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
-    def has_room_to_try(self, size: BatchSize, resident: Resident, advice: Advice) -> bool:
-        """Whether units may run once more beside a step, with all that one of them saves kept.
+    def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice) -> set[str]:
+        """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.
 
-        Judged by the plan's prediction, or in a sheltered step by the sizes measured so far; a larger size is taken to
-        need quadratically more.
+        In a planned step that is the peak it is predicted to have anyway. In a sheltered one it is the budget, judged
+        by the sizes measured so far; a larger size is taken to need quadratically more.
         """
+        prediction = self.estimator.predict(dict(size.dims))
+        if advice.plan is not None and prediction is not None and advice.predicted_peak_bytes is not None:
+            room = advice.predicted_peak_bytes - resident.total_bytes
+            value = prediction.values
+            return {
+                call.unit
+                for call in prediction.structure.calls
+                if call.region and value[call.entry] + TRIAL_SHARE * value[call.working] <= room
+            }
+        if advice.plan is not None:
+            return set()
+        wanted = dict(size.dims)
         for dims, structure, values in self.estimator.observations():
-            wanted = dict(size.dims)
             if dims.keys() != wanted.keys():
                 continue
             grown = prod(max(1.0, wanted[name] / seen) ** 2 for name, seen in dims.items())
             timeline = self._timeline(Prediction(structure, values, 0.0, False), resident)
-            peak: int | None = advice.predicted_peak_bytes
-            if advice.plan is None:
-                peak = round(grown * (self._shelter_bytes(timeline) - resident.total_bytes)) + resident.total_bytes
+            peak = self._shelter_bytes(timeline) - resident.total_bytes
             largest = max((float(values[call.working]) for call in structure.calls if call.region), default=0.0)
-            if peak is not None and peak + grown * largest <= self.budget_bytes:
-                return True
-        return False
+            if resident.total_bytes + grown * (peak + largest) <= self.budget_bytes:
+                return {call.unit for call in structure.calls if call.region}
+        return set()
 
     def leave_unlean(self, units: Collection[str]) -> None:
         """Plan no lean saves for units whose recipes were not tried yet."""

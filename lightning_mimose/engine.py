@@ -295,8 +295,8 @@ class Engine:
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
         if self.session.untried:
-            self.session.tries_lean = self.advisor.has_room_to_try(step.size, step.resident, step.advice)
-            self.session.armed = self.session.armed or self.session.tries_lean
+            self.session.tries = self.session.untried & self.advisor.room_to_try(step.size, step.resident, step.advice)
+            self.session.armed = self.session.armed or bool(self.session.tries)
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -408,7 +408,7 @@ class Engine:
         self._step = None
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
-        self.session.tries_lean = False
+        self.session.tries = set()
         self.advisor.leave_unlean(self.session.untried)
         if self.session.surprised:
             self.session.surprised = False

@@ -41,7 +41,7 @@ class Session:
         latest: The unit that was recomputed last.
         proves: Whether units are proven before they are recomputed for the first time.
         lean: Whether lean saves may be planned, so that recomputations are surveyed for them.
-        tries_lean: Whether this step has the memory to try recipes beside it.
+        tries: Units for which this step has the memory to try recipes beside it.
         untried: Units whose recipes were not tried yet: none of them is kept lean before.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
@@ -60,7 +60,7 @@ class Session:
     latest: str | None = None
     proves: bool = True
     lean: bool = False
-    tries_lean: bool = False
+    tries: set[str] = field(default_factory=set)
     untried: set[str] = field(default_factory=set)
     compared: bool = False
     surprised: bool = False
@@ -148,7 +148,7 @@ class _Calls:
             if _out_of_reach(name, session):
                 return original(*args, **kwargs)
             action = session.actions.get(name)
-            if session.tries_lean and name in session.untried and action != "recompute":
+            if name in session.tries and action != "recompute":
                 self._try_recipes(args, kwargs)
             if action in GRADES:
                 return self._lean(GRADES.index(action) + 1, args, kwargs)
@@ -175,7 +175,7 @@ class _Calls:
                 session.refuse(prove(name, self._original, args, kwargs, self._state, self._enter, watch=watch))
         if name in session.refused:
             return False
-        if session.tries_lean and name in session.untried:
+        if name in session.tries:
             self._try_recipes(args, kwargs)
         return True
 
@@ -183,9 +183,10 @@ class _Calls:
         """Compare every recipe with its tensor, beside the step."""
         session = self._session
         session.untried.discard(self._name)
+        session.tries.discard(self._name)
         session.compared = True
         with session.recorder.aside() if session.recorder is not None else nullcontext():
-            lean = LeanSaves(self._sites, len(GRADES))
+            lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
             try_recipes(self._name, self._original, args, kwargs, self._state, self._enter, lean)
         session.surprised |= bool(self._sites.different)
 

@@ -174,7 +174,8 @@ class Mask(Rebuilt):
     def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
         self.held_bytes = -(-tensor.numel() // 8)
-        self.temporary_bytes = 4 * self.held_bytes  # indices have to be integers of 32 bits
+        # The table, and the bits as indices, which have to be integers of 32 bits.
+        self.temporary_bytes = 4 * self.held_bytes + 2048 * (tensor.element_size() + 1)
         if not packs:
             return
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
@@ -190,9 +191,10 @@ class Mask(Rebuilt):
     def _made(self) -> torch.Tensor:
         # A table of all bytes, made each time: one that was kept would be memory that no step accounts for.
         device = self._bits.device
-        table = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1).to(self._dtype)
+        bytes_, places = (torch.arange(n, device=device, dtype=torch.uint8) for n in (256, 8))
+        table = (bytes_[:, None] >> places).bitwise_and_(1).to(self._dtype)
         if self._dtype != torch.bool:
-            table = table * self._number
+            table.mul_(self._number)
         return table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
 
 

@@ -76,6 +76,7 @@ class LeanSaves:
         told: Shown everything that is saved, in order.
         applies: Whether what is decided comes true. Otherwise (in a survey) a recipe that was never tried is taken to
             be right, and masks are not packed.
+        small_bytes: What is smaller keeps its tensor. A trial leaves nothing out: other batches are larger.
         leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
     """
 
@@ -87,6 +88,7 @@ class LeanSaves:
         *,
         applies: bool = True,
         leaves: Iterable[torch.Tensor] | None = None,
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
@@ -96,6 +98,7 @@ class LeanSaves:
         self._owner = object()
         self._start = 0
         self._in_scores = False
+        self._small_bytes = small_bytes
         self.compared = False
         self._constants = Constants()
 
@@ -141,7 +144,7 @@ class LeanSaves:
         if not _is_plain(tensor) or not _is_plain(base):
             return Kept(tensor)
         storage = base.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES:
+        if storage.nbytes() < self._small_bytes:
             return Kept(tensor)
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
