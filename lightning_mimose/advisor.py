@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
 
+from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
@@ -38,6 +39,8 @@ SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
 TRIAL_SHARE = 1.5
 """What a unit that is tried beside a planned step may take, as a share of its working set."""
+DYING_INPUTS_ERROR = 0.004
+"""Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 1
@@ -249,7 +252,9 @@ class Advisor:
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
-        error = max(prediction.error, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
+        # Which inputs die with their last call is told apart for all or for none; lean saves let some go earlier.
+        unsure = DYING_INPUTS_ERROR if self._inputs_die and set(self.actions) & set(GRADES) else 0.0
+        error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
         free = int(RESERVE_SHARE * budget_bytes + 1.5 * error * peak)
         return free + self._surplus_bytes + self._fragmentation_bytes
 
