@@ -149,7 +149,12 @@ class Advisor:
             if not prediction.trusted:
                 return Advice(self._beyond_shelter(self._timeline(prediction, resident)), None, False)
             self._announce()
-            plan, infeasible = self._plan(self._timeline(prediction, resident), prediction, key)
+            timeline = self._timeline(prediction, resident)
+            plan, infeasible = self._plan(timeline, prediction, key)
+            if infeasible and self.sure_bytes(timeline) <= self.budget_bytes:
+                # What the actions asked for cannot do (yet), the shelter can.
+                self.cache.clear()
+                return Advice(None, None, False)
         peak = self._actual_peak(size, rounded, plan, resident)
         return Advice(plan, peak, hit, infeasible)
 
@@ -259,7 +264,7 @@ class Advisor:
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:
-        return prediction.structure.timeline(
+        timeline = prediction.structure.timeline(
             prediction.values,
             resident,
             seconds_per_flop=self.estimator.seconds_per_flop(),
@@ -267,6 +272,8 @@ class Advisor:
             left_out=frozenset(self.left_out),
             inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),
         )
+        sure = {option.action for option in timeline.options} - prediction.doubtful
+        return timeline.only(sure) if prediction.doubtful else timeline
 
     def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""

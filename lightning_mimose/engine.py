@@ -294,9 +294,15 @@ class Engine:
             )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
-        if self.session.untried:
-            self.session.tries = self.session.untried & self.advisor.room_to_try(step.size, step.resident, step.advice)
+        waiting = self._untried()
+        self.session.tries = set()
+        if waiting and not step.retried:
+            self.session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
             self.session.armed = self.session.armed or bool(self.session.tries)
+
+    def _untried(self) -> set[str]:
+        """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
+        return self.session.untried & self.advisor.shelter.keys()
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -409,7 +415,7 @@ class Engine:
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
         self.session.tries = set()
-        self.advisor.leave_unlean(self.session.untried)
+        self.advisor.leave_unlean(self._untried())
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.forget()

@@ -22,6 +22,8 @@ GOOD_ERROR = 0.005
 """Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
 USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
+LEAN_ERROR = 1e-3
+"""The same for the peaks of a grade of lean saves, which is not planned with beyond it."""
 EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 MAX_OBSERVATIONS = 48
@@ -39,12 +41,14 @@ class Prediction:
         values: Shape (structure.columns,).
         error: Expected error as a share of the step's peak.
         trusted: Whether plans may be built on it.
+        doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
     """
 
     structure: Structure
     values: NDArray[np.float64]
     error: float
     trusted: bool
+    doubtful: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,7 @@ class _Fit:
     sizes: int
     low: Mapping[str, int]
     high: Mapping[str, int]
+    doubtful: frozenset[str]
 
     def covers(self, dims: Mapping[str, int]) -> bool:
         """Whether all that differs from what the fit has seen is a dimension that varied there."""
@@ -150,7 +155,7 @@ class Estimator:
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims))
+            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims), fit.doubtful)
             if prediction.trusted:
                 return prediction
             best = best or prediction
@@ -243,15 +248,15 @@ def _best_fit(
 ) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
     candidates = bases(sizes)
-    best: tuple[float, Basis] = (float("inf"), candidates[0])
+    best: tuple[float, Basis, frozenset[str]] = (float("inf"), candidates[0], frozenset(structure.grades))
     for basis in candidates:
         design = np.array([basis.features(size) for size in sizes])
-        error = _left_out_error(design, values, structure, resident_bytes)
+        error, doubtful = _left_out_error(design, values, structure, resident_bytes)
         if error < best[0]:
-            best = (error, basis)
+            best = (error, basis, doubtful)
         if error <= EXACT_ERROR:
             break
-    error, basis = best
+    error, basis, doubtful = best
     design = np.array([basis.features(size) for size in sizes])
     names = sizes[0].keys()
     return _Fit(
@@ -261,13 +266,14 @@ def _best_fit(
         len(sizes),
         {name: min(size[name] for size in sizes) for name in names},
         {name: max(size[name] for size in sizes) for name in names},
+        doubtful,
     )
 
 
 def _left_out_error(
     design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure, resident_bytes: int
-) -> float:
-    """Largest error when each size is predicted from the others, as a share of its peak."""
+) -> tuple[float, frozenset[str]]:
+    """Largest error when each size is predicted from the others, as a share of its peak; and the doubtful grades."""
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
     # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
     distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
@@ -275,7 +281,7 @@ def _left_out_error(
     features = design.shape[1]
     few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
     if (len(distinct) < features + 2 and not few) or np.linalg.matrix_rank(distinct) < features:
-        return float("inf")
+        return float("inf"), frozenset(structure.grades)
     checked, predicted = [], []
     for left_out in range(len(distinct)):
         rest, held = group != left_out, np.flatnonzero(group == left_out)
@@ -284,16 +290,16 @@ def _left_out_error(
             checked.extend(held.tolist())
             predicted.extend(design[held] @ coefficients)
     if len(set(group[checked])) < 2:
-        return float("inf")
+        return float("inf"), frozenset(structure.grades)
     truth = structure.summary(values[checked])
     missed = np.abs(structure.summary(np.array(predicted)) - truth)
-    peaks = structure.peaks
-    errors = np.concatenate([missed[:, :peaks], missed[:, peaks:].sum(axis=1, keepdims=True)], axis=1) / (
-        truth[:, :1] + resident_bytes
-    )
-    error = float(errors.max())
+    peaks = 2 + len(structure.grades)
+    whole = truth[:, :1] + resident_bytes
+    error = float((np.concatenate([missed[:, :2], missed[:, peaks:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
+    lean = (missed[:, 2:peaks] / whole).max(axis=0)
+    doubtful = frozenset(g for g, e in zip(structure.grades, lean, strict=True) if e > max(LEAN_ERROR, error))
     # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
-    return error if (len(checked) == len(design) and not few) or error < EXACT_ERROR else float("inf")
+    return (error if (len(checked) == len(design) and not few) or error < EXACT_ERROR else float("inf")), doubtful
 
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -202,7 +202,7 @@ class Structure:
             values: Shape (observations, columns).
 
         Returns:
-            Shape (observations, `peaks` + regions), bytes.
+            Shape (observations, 2 + `grades` + regions), bytes.
         """
         padded = np.concatenate([values, np.zeros((len(values), 1))], axis=1)
         column, entry, _, _ = self._arrays
@@ -215,16 +215,12 @@ class Structure:
         backward = np.array([call.backward_time for call in regions])
         held = (out <= backward) & (backward < backward.reshape(-1, 1))
         recomputed = (start + working - saved @ held).max(axis=1, initial=0.0)
-        lean = [self._lean_peak(padded, action) for action in self._grades]
+        lean = [self._lean_peak(padded, action) for action in self.grades]
         return np.concatenate([np.stack([kept, recomputed, *lean], axis=1), saved], axis=1)
 
-    @property
-    def peaks(self) -> int:
-        """How many of the columns of a summary are peaks."""
-        return 2 + len(self._grades)
-
     @cached_property
-    def _grades(self) -> tuple[str, ...]:
+    def grades(self) -> tuple[str, ...]:
+        """Names of the grades of lean saves that were surveyed."""
         return tuple(dict.fromkeys(shape.action for shape in self.lean))
 
     def _lean_peak(self, padded: NDArray[np.float64], action: str) -> NDArray[np.float64]:

@@ -30,10 +30,10 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.conformance("Several ranks", "DDP with ranks that are forked or spawned", "works")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_results_are_equal(spawned: dict[str, Any], method: str) -> None:
-    """And the last step was recomputed in part."""
+    """And the last step saved memory in part."""
     assert spawned[method]["weights"] == spawned["plain"]["weights"]
     metrics = spawned[method]["metrics"]
-    assert metrics["mimose/recomputed_units"] > 0
+    assert metrics["mimose/recomputed_units"] + metrics["mimose/lean_units"] > 0
     assert metrics["mimose/predicted_peak_bytes"] <= metrics["mimose/budget_bytes"] == 1_600_000
     assert not any(name.startswith("mimose/") for name in spawned["plain"]["metrics"])
 
