@@ -114,6 +114,8 @@ class Advisor:
         self._unlean: Collection[str] = frozenset()
         self.refused: dict[str, str] = {}
         """Unit -> why it can never be recomputed, as the engine found out."""
+        self.different: dict[str, tuple[str, ...]] = {}
+        """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)
         self._surplus_bytes = 0
         self._inputs_die: bool | None = None
@@ -447,6 +449,14 @@ class Advisor:
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
         """`sure_bytes` of a batch, or of named dimensions."""
         return self.sure_bytes(self.timeline(batch_or_size)[0])
+
+    def guarded(self) -> dict[str, str]:
+        """Unit -> what is not done with it, and why."""
+        found = {unit: f"never recomputed: {reason}" for unit, reason in self.refused.items()}
+        for unit, operations in self.different.items():
+            kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
+            found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
+        return found
 
     # --- state ------------------------------------------------------------------------------------------------
 

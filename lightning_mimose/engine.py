@@ -276,6 +276,7 @@ class Engine:
         data = batch_bytes(batch)
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
+        self.advisor.leave_unlean(self._untried())
         advice = self.advisor.advise(size, resident, data)
         if advice.infeasible:
             self._infeasible_by_prediction(size, resident)
@@ -418,6 +419,7 @@ class Engine:
         self.advisor.leave_unlean(self._untried())
         if self.session.surprised:
             self.session.surprised = False
+            self.advisor.different = dict(self.session.different)
             self.advisor.forget()
 
     def _finish_measuring(self, step: Step) -> None:
@@ -556,7 +558,7 @@ class Engine:
             step.gradients.close()
         step.recorder, step.gradients, step.measuring, step.in_backward, step.retried = None, None, False, False, True
         self._take_refusals()
-        if leaner:
+        if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
             self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
         step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)

@@ -142,7 +142,7 @@ class Mimose:
 
     def report(self) -> Report:
         """What happened so far."""
-        return Report(self._history, self._units, self._advisor.budget_bytes)
+        return Report(self._history, self._units, self._advisor.budget_bytes, guarded=self._advisor.guarded())
 
     def close(self) -> None:
         """Leave the model as it was. Records, plans and the report stay available."""

@@ -26,7 +26,7 @@ from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
-from lightning_mimose.errors import is_out_of_memory
+from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
 
 DIFFERS = "its forward saves other tensors when it runs again"
@@ -196,7 +196,7 @@ def try_recipes(
     state: WrittenState,
     enter: Callable[[Trial | None], None],
     lean: LeanSaves,
-) -> None:
+) -> bool:
     """Run the forward of a unit that was proven once more, with every recipe of lean saves compared with the tensor.
 
     Args:
@@ -207,8 +207,19 @@ def try_recipes(
         state: What it is known to write.
         enter: Told of the trial before the run, and of None after it.
         lean: Learns which recipes give the same bits.
+
+    Returns:
+        Whether it did. The unit's own call will say what is wrong with it, if it is a mistake of the unit's.
     """
-    _run(Trial(), unit, original, args, kwargs, state, enter, watch=False, fill=False, lean=lean)
+    try:
+        _run(Trial(), unit, original, args, kwargs, state, enter, watch=False, fill=False, lean=lean)
+    except MimoseError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _run(

@@ -45,6 +45,7 @@ class Session:
         untried: Units whose recipes were not tried yet: none of them is kept lean before.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
+        different: Unit -> the operations whose results it was.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
@@ -64,6 +65,7 @@ class Session:
     untried: set[str] = field(default_factory=set)
     compared: bool = False
     surprised: bool = False
+    different: dict[str, tuple[str, ...]] = field(default_factory=dict)
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
@@ -149,7 +151,7 @@ class _Calls:
                 return original(*args, **kwargs)
             action = session.actions.get(name)
             if name in session.tries and action != "recompute":
-                self._try_recipes(args, kwargs)
+                self._try_recipes(self._state.blank(), args, kwargs)
             if action in GRADES:
                 return self._lean(GRADES.index(action) + 1, args, kwargs)
             if action == "recompute":
@@ -176,19 +178,27 @@ class _Calls:
         if name in session.refused:
             return False
         if name in session.tries:
-            self._try_recipes(args, kwargs)
+            self._try_recipes(self._state, args, kwargs)
         return True
 
-    def _try_recipes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _try_recipes(self, state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare every recipe with its tensor, beside the step."""
-        session = self._session
-        session.untried.discard(self._name)
+        session, differed = self._session, len(self._sites.different)
         session.tries.discard(self._name)
         session.compared = True
         with session.recorder.aside() if session.recorder is not None else nullcontext():
             lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
-            try_recipes(self._name, self._original, args, kwargs, self._state, self._enter, lean)
-        session.surprised |= bool(self._sites.different)
+            tried = try_recipes(self._name, self._original, args, kwargs, state, self._enter, lean)
+        if tried:
+            session.untried.discard(self._name)
+        self._note_different(differed)
+
+    def _note_different(self, before: int) -> None:
+        different = self._sites.different
+        if len(different) > before:
+            self._session.surprised = True
+            names = {place.made_by or "a mask" for place in different}
+            self._session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
 
     def _enter(self, trial: Trial | None) -> None:
         self._session.trial = trial
@@ -208,11 +218,13 @@ class _Calls:
         session = self._session
         session.inside += 1
         try:
-            saves = LeanSaves(self._sites, grade, leaves=self._state.parameters())
+            differed = len(self._sites.different)
+            held = (*tree_leaves((args, kwargs)), *self._state.buffers())
+            saves = LeanSaves(self._sites, grade, leaves=self._state.parameters(), held=held)
             with saves.active():
                 out = self._original(*args, **kwargs)
             session.compared |= saves.compared
-            session.surprised |= saves.compared and bool(self._sites.different)
+            self._note_different(differed)
             return out
         finally:
             session.inside -= 1
@@ -220,7 +232,8 @@ class _Calls:
     def _recomputed(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
         recorder = session.recorder
-        survey = LeanSurvey(self._sites) if recorder is not None and self._may_be_lean() else None
+        held = (*leaves, *self._state.buffers())
+        survey = LeanSurvey(self._sites, held) if recorder is not None and self._may_be_lean() else None
         region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
         observer: RegionObserver | None = region
         for leaf in leaves:

@@ -68,6 +68,16 @@ class WrittenState:
         """The parameters of the module and those inside it."""
         return [p for module in self.modules() for p in module._parameters.values() if p is not None]
 
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the module and those inside it."""
+        return [b for module in self.modules() for b in module._buffers.values() if b is not None]
+
+    def blank(self) -> WrittenState:
+        """The same unit's, with nothing known: everything is copied, and nothing can be written too late."""
+        other = WrittenState(nn.Identity())
+        other._modules = self._modules
+        return other
+
     def device(self) -> torch.device:
         """Where the first of its parameters is; the host if it has none."""
         for ref in self._modules:

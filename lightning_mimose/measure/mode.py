@@ -23,7 +23,7 @@ class ThreadedMode(TorchDispatchMode):
     https://github.com/pytorch/pytorch/blob/v2.8.0/torch/utils/_python_dispatch.py#L101
     """
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _active: ClassVar[list[ThreadedMode]] = []
     _before: ClassVar[list[bool]] = []
 
@@ -38,8 +38,10 @@ class ThreadedMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Leave it; the last thread of all puts back what the first one found."""
         with self._lock:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-            self._active.remove(self)
+            try:
+                super().__exit__(*error)  # type: ignore[no-untyped-call]
+            finally:
+                self._active.remove(self)
             found = [
                 bool(self._active),
                 any(not mode.is_infra_mode() for mode in self._active),

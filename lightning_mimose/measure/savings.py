@@ -33,13 +33,17 @@ def savings(trace: StepTrace, call: Call, held: Set[int], grades: int) -> list[S
         grades: How many there are.
     """
     items = call.items or ()
-    return [
-        _of_grade(trace, call, [0 < item.grade <= grade and item.storage not in held for item in items], items)
-        for grade in range(1, grades + 1)
-    ]
+    found = []
+    for grade in range(1, grades + 1):
+        lean = [0 < item.grade <= grade for item in items]
+        taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
+        found.append(_of_grade(trace, call, lean, taken, items))
+    return found
 
 
-def _of_grade(trace: StepTrace, call: Call, taken: list[bool], items: tuple[LeanItem, ...]) -> Savings:
+def _of_grade(
+    trace: StepTrace, call: Call, lean: list[bool], taken: list[bool], items: tuple[LeanItem, ...]
+) -> Savings:
     family = {other.key for other in trace.calls if other.within(call)}
     first, last = call.marks["again"], call.marks["again_out"]
     while last + 1 < len(trace.marks) and trace.marks[last + 1].owner in family:
@@ -58,8 +62,10 @@ def _of_grade(trace: StepTrace, call: Call, taken: list[bool], items: tuple[Lean
                 rebuilt = [index]
                 while rebuilt:
                     number = rebuilt.pop()
-                    if number not in used and taken[number]:
-                        besides = max(besides, items[number].temporary_bytes)
+                    if number not in used and lean[number]:
+                        # What somebody else holds is there twice once it is rebuilt.
+                        twice = 0 if taken[number] else items[number].gain_bytes
+                        besides = max(besides, items[number].temporary_bytes + twice)
                         rebuilt.extend(items[number].also)
                     used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
@@ -68,6 +74,6 @@ def _of_grade(trace: StepTrace, call: Call, taken: list[bool], items: tuple[Lean
             peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
     return Savings(
         sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take),
-        sum(item.work for item, take in zip(items, taken, strict=True) if take),
+        sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
         peaks,
     )

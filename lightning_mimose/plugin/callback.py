@@ -160,8 +160,10 @@ class MimoseCallback(Callback):
 
     def report(self) -> Report:
         """What happened in all fits so far."""
-        budget = self._advisor.budget_bytes if self._advisor is not None else None
-        return Report(self._history, self._unit_names, budget, self._evaluation.peaks)
+        if self._advisor is None:
+            return Report(self._history, self._unit_names, None, self._evaluation.peaks)
+        advisor = self._advisor
+        return Report(self._history, self._unit_names, advisor.budget_bytes, self._evaluation.peaks, advisor.guarded())
 
     def _known(self) -> Advisor:
         if self._advisor is None:

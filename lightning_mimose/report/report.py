@@ -76,6 +76,7 @@ class Report:
         units: Qualified names of the units, in forward order.
         budget_bytes: The budget in force, in bytes; None if no run has started.
         evaluation_peaks: Stage -> largest peak in bytes outside training steps.
+        guarded: Unit -> what is never done with it, and why.
 
     Example:
         >>> print(Report(History(), (), None))
@@ -90,12 +91,14 @@ class Report:
         units: tuple[str, ...],
         budget_bytes: int | None,
         evaluation_peaks: Mapping[str, int] | None = None,
+        guarded: Mapping[str, str] | None = None,
     ) -> None:
         self.records: tuple[StepRecord, ...] = tuple(history.records)
         self.aggregates = copy(history.aggregates)
         self.units = tuple(units)
         self.budget_bytes = budget_bytes
         self.evaluation_peaks = dict(evaluation_peaks or {})
+        self.guarded = dict(guarded or {})
 
     # --- numbers ----------------------------------------------------------------------------------------------
 
@@ -150,6 +153,7 @@ class Report:
             "prediction_error": asdict(error) if error is not None else None,
             "planning_seconds": {"median": float(np.median(seconds)), "max": max(seconds)} if seconds else None,
             "evaluation_peak_bytes": dict(self.evaluation_peaks),
+            "guarded": dict(self.guarded),
             "size_axis": list(self.axis.dims),
             "size_groups": [asdict(group) for group in self.size_groups],
             "most_recomputed": [{"unit": unit, "steps": steps} for unit, steps in self.most_recomputed],
@@ -209,6 +213,8 @@ class Report:
             steps = len(self.planned)
             rows = tuple((unit, f"{count:,}", _percent(count / steps)) for unit, count in self.most_recomputed)
             tables.append(Table("Most often recomputed", rows, ("unit", "steps", "of planned")))
+        if self.guarded:
+            tables.append(Table("Left as they are", tuple(self.guarded.items())))
         return tables
 
     def _peak_facts(self) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
+from lightning_mimose import Mimose
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import ARCHITECTURES, equal, train
@@ -65,3 +68,57 @@ def test_a_budget_is_kept_without_recomputing(name: str) -> None:
     planned = [record for record in done.mimose.records if not record.sheltered]
     assert any(record.lean_units for record in planned)
     assert not any(record.recomputed_units for record in planned)
+
+
+def test_what_was_learnt_elsewhere_is_tried_here_first() -> None:
+    """Recipes are compared in every process: a resumed run keeps nothing lean that it has not tried itself."""
+    architecture = ARCHITECTURES["bert"]
+    batches = architecture.batches()
+    plain = train(architecture.build, batches)
+    budget = plain.budget(0.6)
+    first = train(architecture.build, batches, budget)
+    assert first.mimose is not None
+    assert any(record.lean_units for record in first.mimose.records)
+
+    model = architecture.build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=lambda model, batch: model(**batch).loss) as resumed:
+        assert resumed._advisor.load_state_dict(first.mimose._advisor.state_dict())
+        for batch in [*batches, *batches]:
+            resumed.step(batch)
+    assert not any(record.sheltered for record in resumed.records)
+    assert resumed.records[0].recomputed_units
+    assert not resumed.records[0].lean_units
+    assert any(record.lean_units for record in resumed.records)
+
+
+class Quiet(nn.Module):
+    """Changes what an activation made behind autograd's back, where no counter shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.silu(self.up(x))
+        y.detach().numpy()[:] *= 0.5
+        return x + self.down(y)
+
+
+def test_a_result_that_comes_out_different_is_kept_and_named() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*[Quiet() for _ in range(4)])
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    batches = [torch.randn(size, 64, generator=torch.manual_seed(size)) for size in (40, 48, 56, 64, 64, 64, 64, 64)]
+    plain = train(build, batches, loss_fn=loss_of)
+    done = train(build, batches, "1GB", loss_of, planner=everywhere("lean"))
+    assert equal(plain, done)
+    assert done.mimose is not None
+    report = done.mimose.report()
+    assert set(report.guarded) == {"0", "1", "2", "3"}
+    assert "Silu" in report.guarded["0"]
+    assert "Silu" in str(report)
+    assert report.to_dict()["guarded"] == report.guarded

@@ -1,7 +1,8 @@
-"""Numbers that operations are called with, for recipes: autograd's nodes do not keep all of them."""
+"""What recipes have to know and autograd's nodes do not keep: numbers, and whether a value was changed unseen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,20 +11,68 @@ from torch.overrides import TorchFunctionMode
 
 
 class Constants(TorchFunctionMode):
-    """Sees numbers that operations are called with and that their nodes do not keep.
+    """Sees what operations are called with and their nodes do not keep.
 
     Attributes:
         seen: Node -> the numbers, by name.
         dropout: While a dropout runs, the probability that it was called with.
+        versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
+        changed: (node, output) whose tensor was another than the node's result when an operation was given it:
+            written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[Any, dict[str, Any]] = {}
         self.dropout: float | None = None
+        self.versions: dict[Place, int] = {}
+        self.changed: set[Place] = set()
+        self._running: list[tuple[torch.Tensor, int, Any]] = []
+
+    def forget(self) -> None:
+        """Let go of every node."""
+        self.seen.clear()
+        self.versions.clear()
+        self.changed.clear()
+
+    def is_result(self, base: torch.Tensor) -> bool:
+        """Whether a tensor is what its node has made, and no one has written it since."""
+        place = base.grad_fn, base.output_nr
+        if place in self.changed:
+            return False
+        if base._version == self.versions.get(place, 0):
+            return True
+        # An in-place operation that is still running saves its result.
+        return any(
+            other is base
+            and node is not place[0]
+            and base._version == version + 1
+            and (node, base.output_nr) not in self.changed
+            for other, version, node in self._running
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = [
+            (base, base._version, base.grad_fn) for base in map(_base, _tensors(args, kwargs)) if base is not None
+        ]
+        for base, _, node in before:
+            if func == _DATA or not self.is_result(base):
+                self.changed.add((node, base.output_nr))
+        running, self._running = self._running, before
+        try:
+            out = self._called(func, args, kwargs)
+        finally:
+            self._running = running
+        for base, version, node in before:
+            if base._version != version and base.grad_fn is not node and base.grad_fn is not None:
+                self.versions[base.grad_fn, base.output_nr] = base._version
+                # What was no more the result of its own node is none of the next one's.
+                if (node, base.output_nr) in self.changed:
+                    self.changed.add((base.grad_fn, base.output_nr))
+        return out
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _DROPOUTS:
             name, position, default = _DROPOUTS[func]
             before, self.dropout = self.dropout, _argument(args, kwargs, position, name, default)
@@ -44,6 +93,23 @@ class Constants(TorchFunctionMode):
             self.seen[out.grad_fn] = constants
 
 
+def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (each for each in value if isinstance(each, torch.Tensor))
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What the tensor is a view of, or itself; None where nobody counts versions, or nothing is to be rebuilt."""
+    if tensor.grad_fn is None or tensor.is_inference():
+        return None
+    return tensor._base if tensor._is_view() else tensor
+
+
+Place = tuple[Any, int]
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _DROPOUTS: dict[Any, tuple[str, int, float]] = {
     functional.dropout: ("p", 1, 0.5),
     torch.dropout: ("p", 1, 0.5),

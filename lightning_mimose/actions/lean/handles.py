@@ -16,6 +16,9 @@ import torch
 
 Rebuild = Callable[..., torch.Tensor]
 
+PIECE = 1 << 18
+"""Elements of a mask that are packed at once."""
+
 
 class Handle:
     """A saved tensor in another form.
@@ -26,14 +29,16 @@ class Handle:
         grade: The least grade of lean saves that has it (see `recipes.GRADES`); 0 for what is kept.
         is_saved: Whether an operation saved it.
         owner: By whom it was packed.
+        identity: Stands for which saved tensor it is, or else for what it is made from and how.
     """
 
-    __slots__ = ("grade", "is_saved", "nbytes", "owner", "shape")
+    __slots__ = ("grade", "identity", "is_saved", "nbytes", "owner", "shape")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         self.nbytes, self.shape, self.grade = nbytes, shape, grade
         self.is_saved = False
         self.owner: object = None
+        self.identity = 0
 
     @property
     def needed_grade(self) -> int:
@@ -104,6 +109,7 @@ class View(Handle):
     def __init__(self, base: Handle, view: torch.Tensor) -> None:
         super().__init__(base.nbytes, tuple(view.shape), base.grade)
         self.base = base
+        self.identity = base.identity
         self._geometry = (view.shape, view.stride(), view.storage_offset())
 
     def value(self) -> torch.Tensor:
@@ -127,7 +133,7 @@ class Rebuilt(Handle):
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         super().__init__(nbytes, shape, grade)
         self.uses = 0
-        self._task = -1
+        self._task = (-1, 0)
         self._memo: torch.Tensor | None = None
 
     @property
@@ -137,14 +143,14 @@ class Rebuilt(Handle):
 
     def value(self) -> torch.Tensor:
         """The value, made now or at another use in the same backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task or task == -1:
+        task = _pass()
+        if task != self._task or task[0] == -1:
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
             self._task, self._memo = task, None
         made = self._memo  # looked at once: another thread may let go of it
         if made is None:
             made = self._made()
-            if self.uses > 0 and task != -1:
+            if self.uses > 0 and task[0] != -1:
                 self._memo = made
                 # A pass that keeps the graph, or runs a part of it, does not come to the last use.
                 # Weakly: what a recipe is made from must not live to the end of the pass.
@@ -157,6 +163,12 @@ class Rebuilt(Handle):
     def forget(self) -> None:
         """Let go of a value that was shared."""
         self._memo = None
+
+
+def _pass() -> tuple[int, int]:
+    """The backward pass that runs, and the stream: on another one, a value may not be ready yet."""
+    task = torch._C._current_graph_task_id()
+    return task, torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
 
 
 class Mask(Rebuilt):
@@ -180,11 +192,14 @@ class Mask(Rebuilt):
             return
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        flags = flat if flat.dtype == torch.bool else flat != 0
-        if missing := -flags.numel() % 8:
-            flags = torch.cat([flags, flags.new_zeros(missing)])
-        # Eight bools are eight bytes of one integer; the product gathers their lowest bits in its highest byte.
-        self._bits = (flags.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
+        self._bits = torch.empty(self.held_bytes, dtype=torch.uint8, device=tensor.device)
+        # In pieces: all at once would be more memory, for a moment, than the mask itself.
+        for piece, bits in zip(flat.split(PIECE), self._bits.split(PIECE // 8), strict=True):
+            flags = piece if piece.dtype == torch.bool else piece != 0
+            if missing := -flags.numel() % 8:
+                flags = torch.cat([flags, flags.new_zeros(missing)])
+            # Eight bools are eight bytes of one integer; the product gathers their lowest bits in its highest byte.
+            bits.copy_((flags.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56))
         self._number = number
         self._dtype = tensor.dtype
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Number, Recipe, Use, View, rebuilt_now, unpack
 from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
+from lightning_mimose.errors import is_out_of_memory
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
@@ -31,10 +32,17 @@ LONGEST_CHAIN = 12
 
 
 class Place(NamedTuple):
-    """Where in a unit's forward a tensor is saved: how many were before it, and by which operation it was made."""
+    """Where in a unit's forward a tensor is saved.
+
+    Attributes:
+        number: How many were before it.
+        made_by: The operation that made it.
+        recipe: From which of them it would be rebuilt, and how (`Handle.identity`).
+    """
 
     number: int
     made_by: str
+    recipe: int
 
 
 @dataclass
@@ -78,6 +86,7 @@ class LeanSaves:
             be right, and masks are not packed.
         small_bytes: What is smaller keeps its tensor. A trial leaves nothing out: other batches are larger.
         leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
+        held: What somebody else keeps alive (arguments, buffers): another form of it would be more memory.
     """
 
     def __init__(
@@ -88,12 +97,15 @@ class LeanSaves:
         *,
         applies: bool = True,
         leaves: Iterable[torch.Tensor] | None = None,
+        held: Iterable[Any] = (),
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
+        self._held = {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and _is_plain(t)}
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
+        self._numbers: dict[tuple[Any, int], int] = {}
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._owner = object()
         self._start = 0
@@ -119,8 +131,10 @@ class LeanSaves:
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
+        self._numbers.clear()
         self._storages.clear()
-        self._constants.seen.clear()
+        self._constants.forget()
+        self._held.clear()
 
     # --- what is saved --------------------------------------------------------------------------------------------
 
@@ -129,6 +143,12 @@ class LeanSaves:
         handle = self._handle(tensor)
         handle.owner = self._owner
         handle.is_saved = True
+        # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
+        # bit-equal, on another order of the elements.
+        handle.identity = hash((self._count, handle.shape and tensor.is_contiguous()))
+        base = _base(tensor)
+        if base.grad_fn is not None:
+            self._numbers.setdefault((base.grad_fn, base.output_nr), handle.identity)
         rebuilt = handle.rebuilt
         if rebuilt is None:
             return handle
@@ -137,14 +157,14 @@ class LeanSaves:
 
     def _handle(self, tensor: torch.Tensor) -> Handle:
         self._count += 1
-        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        base = _base(tensor)
         node = base.grad_fn
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
         if not _is_plain(tensor) or not _is_plain(base):
             return Kept(tensor)
         storage = base.untyped_storage()
-        if storage.nbytes() < self._small_bytes:
+        if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
             return Kept(tensor)
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
@@ -159,7 +179,7 @@ class LeanSaves:
         handle: Handle | None = None
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
-            place = Place(self._count, node.name() if node is not None else "")
+            place = Place(self._count, node.name() if node is not None else "", handle.identity)
             handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
@@ -178,7 +198,7 @@ class LeanSaves:
             return None
         if node is None:
             found = self._mask(base)
-        elif base._version == 0:
+        elif self._constants.is_result(base):
             found = self.rebuilt(node, base.output_nr, 0)
         return None if found is None or isinstance(found, Kept) or found.grade > self._grade else found
 
@@ -186,7 +206,7 @@ class LeanSaves:
         """By a comparison, the first time that the place is met."""
         if self._applies and place not in self._sites.checked and place not in self._sites.different:
             self.compared = True
-            (self._sites.checked if _same(rebuilt_now(handle), tensor) else self._sites.different).add(place)
+            (self._sites.checked if _rebuilds(handle, tensor) else self._sites.different).add(place)
         return place not in self._sites.different
 
     def _mask(self, tensor: torch.Tensor) -> Handle | None:
@@ -206,9 +226,14 @@ class LeanSaves:
     def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
+        if key in self._constants.changed:
+            return None
         if key not in self._values:
             self._values[key] = self._from_table(node, output, depth)
-        return self._values[key]
+        found = self._values[key]
+        if found is not None:
+            found.identity = self._numbers.get(key, found.identity)
+        return found
 
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
@@ -237,7 +262,9 @@ class LeanSaves:
         nbytes = elements * view.dtype.itemsize
         work = made.work + made.work_per_element * elements
         is_view = made.work_per_element == VIEW and not made.work
-        return Recipe(made.rebuild, inputs, nbytes, view.shape, grade, work, is_view=is_view)
+        recipe = Recipe(made.rebuild, inputs, nbytes, view.shape, grade, work, is_view=is_view)
+        recipe.identity = hash((name, *(each.identity for each in inputs)))
+        return recipe
 
 
 class _Node:
@@ -285,8 +312,22 @@ class _Node:
         return self._saves._constants.seen.get(self.raw, {}).get(name)
 
 
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _rebuilds(handle: Handle, tensor: torch.Tensor) -> bool:
+    try:
+        return _same(rebuilt_now(handle), tensor)
+    except Exception as error:  # a recipe that cannot be followed here is no reason to end a training
+        if is_out_of_memory(error):
+            raise
+        return False
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ backward asks for it (from then on it would be there again). Between them it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,10 +48,12 @@ class LeanSurvey:
 
     Args:
         sites: What is known about the unit's places.
+        held: What somebody else keeps alive, see `LeanSaves`.
     """
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, held: Iterable[Any] = ()) -> None:
         self._sites = sites
+        self._held = [weakref.ref(each) for each in held if isinstance(each, torch.Tensor)]
         self._packs: list[_Found | None] = []
         self._found: list[_Found] = []
         self._items: tuple[LeanItem, ...] = ()
@@ -91,7 +93,9 @@ class LeanSurvey:
     @contextmanager
     def recompute_run(self) -> Iterator[None]:
         """Watch what is saved."""
-        self._saves = LeanSaves(self._sites, len(GRADES), self._told, applies=False)
+        held = [ref() for ref in self._held]
+        self._saves = LeanSaves(self._sites, len(GRADES), self._told, applies=False, held=held)
+        del held
         self._by_storage: Any = WeakIdKeyDictionary()
         self._surveyed: list[Surveyed] = []
         self._watching = True
@@ -171,6 +175,8 @@ class LeanSurvey:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under another name: the tensor itself, or what it is a view of, must die when it would die."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return tensor
+    if tensor.is_conj() or tensor.is_neg():  # which is no part of the memory
         return tensor
     with torch.no_grad(), _disable_current_modes():  # a mode that counts memory would count it twice
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.handles import Mask
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
 
 Change = Callable[[Tensor], object]
@@ -124,13 +126,106 @@ def test_a_change_that_no_counter_shows_is_found_by_the_first_comparison() -> No
 
     def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
         y = functional.silu(x)
-        y.data.mul_(3)
+        y.detach().numpy()[:] *= 3
         return watch(y) * w
 
     for lean in assert_same(function, matrix(), matrix()):
         assert len(lean.sites.different) == 1
         assert not lean.sites.checked
         assert lean.alive == [True]
+
+
+HIDDEN: list[Change] = [
+    quietly(lambda y: y.clamp_(max=0.1)),
+    lambda y: y.detach().clamp_(max=0.1),
+    lambda y: y.data.clamp_(max=0.1),
+    quietly(lambda y: y[:4].zero_()),
+    quietly(lambda y: torch._foreach_clamp_max_([y], 0.1)),
+    quietly(lambda y: torch.mul(y, 2, out=y)),
+    quietly(lambda y: y.__setitem__(0, 7.0)),
+]
+
+
+@pytest.mark.parametrize("change", HIDDEN)
+@pytest.mark.parametrize("then", [lambda y: y, lambda y: y.relu_()])
+def test_a_change_in_the_middle_of_a_chain_after_the_places_were_compared(change: Change, then: Function) -> None:
+    """The recipe is as it was compared, its input is not."""
+
+    def function(changes: bool, watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.gelu(x)
+        if changes:
+            change(y)
+        z = watch(then(y).neg())
+        return z * w
+
+    inputs = matrix(), matrix()
+    first = Pass(partial(function, False), inputs, EVERYTHING)
+    assert first.alive == [False]
+    again = Pass(partial(function, True), inputs, EVERYTHING, sites=first.sites)
+    assert same_bits(again.bits, Pass(partial(function, True), inputs, None).bits)
+
+
+def test_another_branch_is_compared_anew() -> None:
+    """A place is known by the whole recipe, not by the last operation."""
+
+    def function(activation: Function, watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return watch(activation(x).neg()) * w
+
+    inputs = matrix(), matrix()
+    sites = Pass(partial(function, functional.gelu), inputs, EVERYTHING).sites
+    known = len(sites.checked)
+    Pass(partial(function, functional.gelu), inputs, EVERYTHING, sites=sites)
+    assert len(sites.checked) == known
+    Pass(partial(function, functional.silu), inputs, EVERYTHING, sites=sites)
+    assert len(sites.checked) == known + 1
+
+
+def test_a_recipe_that_cannot_be_followed_keeps_the_tensor() -> None:
+    """A view that autograd can take of the tensor, and not of what is rebuilt for it."""
+
+    def function(watch: Function, x: Tensor) -> Tensor:
+        h = functional.gelu(x).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).view(4, 42, 8)
+        return h.tanh() * h
+
+    assert_same(function, torch.randn(4, 8, 6, 7, requires_grad=True))
+
+
+@pytest.mark.parametrize("dim", [None, [], [0], [0, 1]])
+def test_means_over_any_dimensions(dim: list[int] | None) -> None:
+    def function(watch: Function, x: Tensor) -> Tensor:
+        h = functional.gelu(x).mean(dim=dim, keepdim=True).expand(33, 47)
+        return h * h
+
+    assert_same(function, matrix())
+
+
+def test_what_somebody_else_holds_gets_no_other_form() -> None:
+    """Bits beside a mask that stays would be more memory, not less."""
+    mask = torch.rand(33, 470) > 0.5
+
+    def function(x: Tensor) -> Tensor:
+        return functional.gelu(x).masked_fill(mask, 0.0).sum()
+
+    masks = []
+
+    def told(saved: Saved) -> None:
+        if saved.tensor.dtype == torch.bool:
+            masks.append(type(saved.handle))
+
+    for held in ([], [mask]):
+        with LeanSaves(Sites(), EVERYTHING, told, held=held).active():
+            function(matrix(33, 470)).backward()
+    assert masks == [Mask]
+
+
+def test_an_activation_in_place_is_rebuilt_from_what_it_replaced() -> None:
+    """As in every ResNet: the norm's result is written over by the ReLU's."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.layer_norm(x, (47,), torch.ones(47, requires_grad=True), torch.zeros(47, requires_grad=True))
+        return watch(functional.relu(y, inplace=True)) @ w
+
+    assert_lean(function, [matrix(), matrix(47, 5)])
 
 
 @pytest.mark.parametrize("change", [quietly(lambda y: y.mul_(3)), lambda y: y.detach().mul_(3), lambda y: y.mul_(3)])
