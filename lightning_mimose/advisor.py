@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.menu import check_actions
+from lightning_mimose.actions.split import CHUNKS, SPLITS
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
 from lightning_mimose.measure.observe import Observation
 from lightning_mimose.plan import Plan, PlanCache, Scheduler
 from lightning_mimose.plan.optimal import least_peak_heuristic, smallest_feasible
+from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -43,7 +45,7 @@ DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,14 @@ class Advisor:
         self.scheduler = Scheduler(planner)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
-        self._unlean: Collection[str] = frozenset()
+        self._unlean: frozenset[str] = frozenset()
+        self._divisible: frozenset[str] = frozenset()
+        self.link: Link | None = None
+        """The way to host memory, if offloading is planned with."""
         self.refused: dict[str, str] = {}
         """Unit -> why it can never be recomputed, as the engine found out."""
+        self.indivisible: Mapping[str, str] = {}
+        """Unit -> why it cannot be split."""
         self.different: dict[str, tuple[str, ...]] = {}
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)
@@ -246,15 +253,26 @@ class Advisor:
                 return {call.unit for call in structure.calls if call.region}
         return set()
 
-    def leave_unlean(self, units: Collection[str]) -> None:
-        """Plan no lean saves for units whose recipes were not tried yet."""
-        if units != self._unlean:
-            self._unlean = frozenset(units)
+    def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
+        """Plan only what units were tried with.
+
+        Args:
+            unlean: Units whose recipes were not tried yet.
+            divisible: Units that were split on trial.
+        """
+        if unlean != self._unlean or divisible != self._divisible:
+            self._unlean, self._divisible = frozenset(unlean), frozenset(divisible)
             self.cache.clear()
 
     def menu(self, timeline: Timeline) -> Timeline:
         """What plans may choose from."""
-        return timeline.only(self.actions, self._unlean)
+
+        def allowed(unit: str, action: str) -> bool:
+            if action in GRADES and unit in self._unlean:
+                return False
+            return action in self.actions and (action not in SPLITS or unit in self._divisible)
+
+        return timeline.only(allowed)
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
@@ -266,16 +284,28 @@ class Advisor:
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:
-        timeline = prediction.structure.timeline(
+        timeline = assemble(
+            prediction.structure,
             prediction.values,
             resident,
             seconds_per_flop=self.estimator.seconds_per_flop(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
             inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),
+            extras=self._extras(prediction),
         )
-        sure = {option.action for option in timeline.options} - prediction.doubtful
-        return timeline.only(sure) if prediction.doubtful else timeline
+        return timeline.only(lambda _, action: action not in prediction.doubtful)
+
+    def _extras(self, prediction: Prediction) -> Extras:
+        smaller = {}
+        for chunks, action in zip(CHUNKS, SPLITS, strict=True):
+            if action in self.actions:
+                rows = prediction.dims.get("batch", 0)
+                part = self.estimator.predict({**prediction.dims, "batch": -(-rows // chunks)}) if rows else None
+                same = part is not None and part.structure == prediction.structure
+                # Where the batch never varied, what is known is that activations are proportional to it.
+                smaller[chunks] = part.values if part is not None and same else prediction.values / chunks
+        return Extras(self.link, smaller)
 
     def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""
@@ -456,6 +486,8 @@ class Advisor:
         for unit, operations in self.different.items():
             kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
             found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
+        for unit, reason in self.indivisible.items():
+            found[unit] = "; ".join([*filter(None, [found.get(unit)]), f"never split: {reason}"])
         return found
 
     # --- state ------------------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
 from lightning_mimose.actions.lean.recipes import GRADES
-from lightning_mimose.actions.menu import check_actions
+from lightning_mimose.actions.menu import OFFLOAD, check_actions
+from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice, with_reserve
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
@@ -33,6 +35,7 @@ from lightning_mimose.errors import (
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
 from lightning_mimose.measure.saved import resident_tensors
@@ -66,6 +69,7 @@ class Engine:
         actions: Names of the actions that plans may use; None for those that pay on this device.
         planner: See `plan.Scheduler`.
         on_infeasible: What to do when no plan fits.
+        host_budget: Host memory that offloading may take, as `budget`; None for half of what is free.
         device: Where the step runs; None asks the model's parameters.
         bucket_bytes: What a distributed wrapper keeps resident besides.
         precision: Names what the steps run in; what was learnt in another precision is not used.
@@ -86,6 +90,7 @@ class Engine:
         actions: Sequence[str] | None = None,
         planner: PlannerChoice = "auto",
         on_infeasible: Literal["raise", "warn"] = "raise",
+        host_budget: str | int | float | None = None,
         device: torch.device | None = None,
         bucket_bytes: int = 0,
         precision: str = "",
@@ -108,7 +113,14 @@ class Engine:
             actions=self.actions,
             fingerprint=fingerprint(model, self.device, precision, self.units),
         )
-        self.session = Session(lean=any(action in GRADES for action in self.actions))
+        self.session = Session(
+            lean=any(action in GRADES for action in self.actions),
+            splits=any(action in SPLITS for action in self.actions),
+        )
+        if OFFLOAD in self.actions:
+            host = HostMemory(self._host_bytes(host_budget))
+            self.session.offloader = Offloader(host, self.device)
+            self.advisor.link = measure_link(self.device, host.budget_bytes)
         self._patched: tuple[Unit, ...] = ()
         self._caches = CacheSwitch()
         self._cap = ReservedCap(self.device, budget_bytes)
@@ -128,6 +140,10 @@ class Engine:
     def budget_bytes(self) -> int:
         """The budget in force."""
         return self.advisor.budget_bytes
+
+    def _host_bytes(self, host_budget: str | int | float | None) -> int:
+        memory = device_memory(torch.device("cpu"))
+        return memory.free_bytes // 2 if host_budget is None else parse_budget(host_budget).resolve(memory)
 
     def _held_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -276,7 +292,7 @@ class Engine:
         data = batch_bytes(batch)
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
-        self.advisor.leave_unlean(self._untried())
+        self._limit_menu()
         advice = self.advisor.advise(size, resident, data)
         if advice.infeasible:
             self._infeasible_by_prediction(size, resident)
@@ -300,6 +316,11 @@ class Engine:
         if waiting and not step.retried:
             self.session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
             self.session.armed = self.session.armed or bool(self.session.tries)
+
+    def _limit_menu(self) -> None:
+        """Plan no action that a unit was not tried with."""
+        self.advisor.indivisible = self.session.indivisible
+        self.advisor.limit(self._untried(), self.session.divisible)
 
     def _untried(self) -> set[str]:
         """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
@@ -416,7 +437,7 @@ class Engine:
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
         self.session.tries = set()
-        self.advisor.leave_unlean(self._untried())
+        self._limit_menu()
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.different = dict(self.session.different)

@@ -192,7 +192,7 @@ def _row(cost: Cost, units: int) -> tuple[str, str, str, str, str]:
 
 def _full_seconds(timeline: Timeline) -> float:
     """What recomputing every unit would take: once the forward of all that can be planned."""
-    options = timeline.only(("recompute",)).options
+    options = timeline.only(lambda _, action: action == "recompute").options
     planned = {option.unit for option in options}
 
     def inside(unit: int) -> bool:

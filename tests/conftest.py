@@ -1,4 +1,4 @@
-"""What holds for every test: a fixed seed, two threads, and nothing left behind for the next one."""
+"""What holds for every test: a fixed seed, one thread, and nothing left behind for the next one."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """Two threads, so that a laptop, CI and a big machine run the same kernels."""
+def _one_thread() -> Iterator[None]:
+    """One thread, so that a laptop, CI and a big machine run the same kernels, and two tests run side by side."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

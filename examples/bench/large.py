@@ -36,7 +36,7 @@ def _bert() -> nn.Module:
 
 def _gpt2() -> nn.Module:
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY // 4, n_positions=256, n_embd=256, n_layer=8, n_head=4, **_NO_SPECIAL_TOKENS)
+        GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=256, n_layer=8, n_head=4, **_NO_SPECIAL_TOKENS)
     )
     model.loss_type = "ForCausalLM"
     return model
@@ -45,7 +45,7 @@ def _gpt2() -> nn.Module:
 def _llama() -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY // 4,
+            vocab_size=VOCABULARY,
             hidden_size=256,
             intermediate_size=704,
             num_hidden_layers=8,

@@ -57,7 +57,9 @@ def rows(names: list[str], steps: int, seed: int = 5) -> Iterator[dict[str, Any]
                 timeline, _ = done.callback._known().timeline(batches[index])
                 planned += 1
                 ours += sum(flops[index][unit] for unit in record.actions)
-                best += cheapest(timeline.only(["recompute"]), int(0.99 * budget), flops[index])
+                best += cheapest(
+                    timeline.only(lambda _, action: action == "recompute"), int(0.99 * budget), flops[index]
+                )
             yield {
                 "model": name,
                 "budget share": f"{share}",

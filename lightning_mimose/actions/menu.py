@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.errors import UnsupportedError
 
 RECOMPUTE = "recompute"
 LEAN = "lean"
+OFFLOAD = "offload"
+SPLIT = "split"
 
-_MENU = {LEAN: GRADES, RECOMPUTE: (RECOMPUTE,)}
+_MENU = {LEAN: GRADES, RECOMPUTE: (RECOMPUTE,), OFFLOAD: (OFFLOAD,), SPLIT: SPLITS}
+_DEFAULT = (LEAN, RECOMPUTE)  # bit-equal, and known to pay on every device
 
 
 def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
@@ -24,11 +28,11 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
         ('lean', 'lean+masks', 'lean+attention', 'lean+products')
     """
     if actions is None:
-        actions = list(_MENU)
+        actions = list(_DEFAULT)
     unknown = [name for name in actions if name not in _MENU]
     if unknown or not actions:
         raise UnsupportedError(
-            f"actions={list(actions)!r} was asked for; this version plans with {' and '.join(map(repr, _MENU))}. Leave "
-            f"actions out for both, or pass one, as actions=['{RECOMPUTE}']."
+            f"actions={list(actions)!r} was asked for; this version plans with {', '.join(map(repr, _MENU))}. Leave "
+            f"actions out for {' and '.join(map(repr, _DEFAULT))}, or pass some, as actions=['{RECOMPUTE}']."
         )
     return tuple(action for name in dict.fromkeys(actions) for action in _MENU[name])

@@ -11,14 +11,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves, Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
+from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE
+from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
 from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
+from lightning_mimose.actions.split import CHUNKS, SPLITS, Divisible, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.units import Unit, is_compiled
@@ -46,6 +49,10 @@ class Session:
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         different: Unit -> the operations whose results it was.
+        offloader: Moves what units save to host memory, if that may be planned.
+        splits: Whether splitting may be planned, so that units are tried for it.
+        divisible: Units that can be split.
+        indivisible: Unit -> why it cannot be.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
@@ -66,6 +73,10 @@ class Session:
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    offloader: Offloader | None = None
+    splits: bool = False
+    divisible: set[str] = field(default_factory=set)
+    indivisible: dict[str, str] = field(default_factory=dict)
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
@@ -75,6 +86,8 @@ class Session:
         self.given.clear()
         self.latest = None
         self.actions = self.standing(actions)
+        if self.offloader is not None:
+            self.offloader.begin()
         self.armed = bool(self.actions) or recorder is not None
 
     def record(self, recorder: StepRecorder) -> None:
@@ -99,7 +112,7 @@ class Session:
         waiting = list(reversed(list(actions.items())))
         while waiting:
             name, action = waiting.pop()
-            if name in self.refused and action not in GRADES:
+            if name in self.refused and action in (RECOMPUTE, *SPLITS):
                 waiting.extend((part, action) for part in reversed(self.parts.get(name, ())))
             else:
                 found[name] = action
@@ -134,6 +147,7 @@ class _Calls:
         self._state = WrittenState(unit.module)
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
+        self._divisible = Divisible()
         if self._may_be_lean():
             session.untried.add(unit.name)
 
@@ -146,19 +160,35 @@ class _Calls:
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)
         recorder = session.recorder
-        if not session.inside and not (recorder is not None and recorder.replaying):
-            if _out_of_reach(name, session):
-                return original(*args, **kwargs)
-            action = session.actions.get(name)
-            if name in session.tries and action != "recompute":
-                self._try_recipes(self._state.blank(), args, kwargs)
-            if action in GRADES:
-                return self._lean(GRADES.index(action) + 1, args, kwargs)
-            if action == "recompute":
-                leaves = tree_leaves((args, kwargs))
-                if self._can_be_repeated(leaves, args, kwargs):
-                    return self._recomputed(leaves, args, kwargs)
-        return recorder.run_kept(name, original, args, kwargs) if recorder else original(*args, **kwargs)
+        if session.inside or (recorder is not None and recorder.replaying):
+            return self._kept(args, kwargs)
+        if _out_of_reach(name, session):
+            return original(*args, **kwargs)
+        out = self._planned(session.actions.get(name), args, kwargs)
+        if session.offloader is not None:
+            session.offloader.ran(out)
+        return out
+
+    def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._name in self._session.tries and action != RECOMPUTE:
+            self._try_recipes(self._state.blank(), args, kwargs)
+        if action in GRADES:
+            return self._lean(GRADES.index(action) + 1, args, kwargs)
+        if action == OFFLOAD and self._session.offloader is not None:
+            return self._offloaded(self._session.offloader, args, kwargs)
+        if action == RECOMPUTE or action in SPLITS:
+            leaves = tree_leaves((args, kwargs))
+            if self._can_be_repeated(leaves, args, kwargs):
+                if action in SPLITS:
+                    return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)
+                return self._recomputed(leaves, args, kwargs)
+        return self._kept(args, kwargs)
+
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._session.recorder
+        if recorder is None:
+            return self._original(*args, **kwargs)
+        return recorder.run_kept(self._name, self._original, args, kwargs)
 
     def _can_be_repeated(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
@@ -179,7 +209,43 @@ class _Calls:
             return False
         if name in session.tries:
             self._try_recipes(self._state, args, kwargs)
+        if session.splits and session.recorder is not None and not self._divisible.known(args, kwargs):
+            self._try_splitting(args, kwargs)
         return True
+
+    def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out whether the unit can be split, beside a step that learns."""
+        session = self._session
+        assert session.recorder is not None
+        with session.recorder.aside():
+            session.inside += 1
+            try:
+                self._divisible.learn(self._original, args, kwargs, self._state)
+            finally:
+                session.inside -= 1
+        if self._divisible.reason is None:
+            session.divisible.add(self._name)
+        else:
+            session.divisible.discard(self._name)
+            session.indivisible[self._name] = self._divisible.reason
+
+    def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        leaves, spec = tree_flatten((args, kwargs))
+        cut = self._divisible.cuts(leaves, spec)
+        if cut is None:  # arguments of another form than those that were tried
+            return self._recomputed(leaves, args, kwargs)
+        self._note_given(leaves)
+        session.inside += 1
+        try:
+            return run_split(self._original, args, kwargs, cut, chunks, self._state)
+        finally:
+            session.inside -= 1
+
+    def _note_given(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+                self._session.given.append((self._name, weakref.ref(leaf), leaf._version))
 
     def _try_recipes(self, state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare every recipe with its tensor, beside the step."""
@@ -214,6 +280,16 @@ class _Calls:
         """Compiled code would be compiled again for what looks at its operations."""
         return self._session.lean and not self._compiled
 
+    def _offloaded(self, offloader: Offloader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        held = (*tree_leaves((args, kwargs)), *self._state.buffers(), *self._state.parameters())
+        session.inside += 1
+        try:
+            with offloader.around(held):
+                return self._original(*args, **kwargs)
+        finally:
+            session.inside -= 1
+
     def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         session.inside += 1
@@ -236,9 +312,7 @@ class _Calls:
         survey = LeanSurvey(self._sites, held) if recorder is not None and self._may_be_lean() else None
         region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
         observer: RegionObserver | None = region
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
-                session.given.append((name, weakref.ref(leaf), leaf._version))
+        self._note_given(leaves)
         out: Any = None
         ran = False
 

@@ -232,6 +232,7 @@ class StepRecorder:
                 if leaf.layout == torch.strided:
                     storage = leaf.untyped_storage()
                     call.returned.append(self._identify(storage))
+                    call.returned_bytes += storage.nbytes()
                     self._outputs.append((call, call.returned[-1], weakref.ref(storage)))
                 if leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(begins)

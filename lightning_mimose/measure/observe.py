@@ -100,6 +100,8 @@ def observe(
             before_backward=columns.add(start),
             flops=columns.add(call.flops),
             seconds=columns.add(call.seconds),
+            given=columns.add(sum(call.inputs.values())),
+            returned=columns.add(call.returned_bytes),
             entry=entry,
             lean=lean,
         )

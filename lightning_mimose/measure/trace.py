@@ -20,6 +20,7 @@ class Call:
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         outputs: Storage ids of what it returned while everything was kept, in order.
         returned: Storage ids of what it returned in forward, in order.
+        returned_bytes: Bytes of these.
         held: Those of `returned` that somebody else holds when the backward pass begins.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
@@ -35,6 +36,7 @@ class Call:
     saved: dict[int, int] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    returned_bytes: int = 0
     held: set[int] = field(default_factory=set)
     marks: dict[str, int] = field(default_factory=dict)
     flops: int = 0

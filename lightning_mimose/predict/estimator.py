@@ -9,7 +9,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Prediction:
         error: Expected error as a share of the step's peak.
         trusted: Whether plans may be built on it.
         doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
+        dims: The named dimensions it is for.
     """
 
     structure: Structure
@@ -49,6 +50,7 @@ class Prediction:
     error: float
     trusted: bool
     doubtful: frozenset[str] = frozenset()
+    dims: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,14 +150,14 @@ class Estimator:
         if seen:
             # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
             trusted = len(seen) == 1 and len(self) >= self._enough and self._is_complete()
-            return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted)
+            return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
             fit = self._fit(structure, batch)
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims), fit.doubtful)
+            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims), fit.doubtful, dims)
             if prediction.trusted:
                 return prediction
             best = best or prediction

@@ -8,7 +8,7 @@ much each possible choice (*option*) lowers it there. Predicting the peak of a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -94,13 +94,13 @@ class Timeline:
         """(unit name, action) -> index into `options`."""
         return {(self.units[option.unit], option.action): i for i, option in enumerate(self.options)}
 
-    def only(self, actions: Collection[str], recomputed: Collection[str] = ()) -> Timeline:
-        """This timeline with no other actions than these to choose from; of some units none but recomputing."""
-        kept = [
-            i
-            for i, option in enumerate(self.options)
-            if option.action in actions and (option.action == "recompute" or self.units[option.unit] not in recomputed)
-        ]
+    def only(self, allowed: Callable[[str, str], bool]) -> Timeline:
+        """This timeline with no other options than those allowed.
+
+        Args:
+            allowed: Unit name, action -> whether it may be chosen.
+        """
+        kept = [i for i, option in enumerate(self.options) if allowed(self.units[option.unit], option.action)]
         if len(kept) == len(self.options):
             return self
         number = {old: new for new, old in enumerate(kept)}

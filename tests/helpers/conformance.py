@@ -7,6 +7,7 @@ table only if every one of them passed. `pytest --conformance` writes `docs/conf
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,28 @@ class Conformance:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._rows: dict[tuple[str, str], list[tuple[str, bool, str]]] = {}
-        self._whole = True
+        option = config.option
+        self._whole = not (option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False))
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         """A run of some tests knows nothing of the others."""
         self._whole = False
 
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Give the marker to the report, which xdist's workers send to the process that collects them."""
+        report = yield
+        report.conformance = [list(marker.args) for marker in item.iter_markers("conformance")]
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
         """Note how a test with the marker ended."""
-        for marker in item.iter_markers("conformance"):
-            area, what, outcome = marker.args
+        for area, what, outcome in report.conformance:
             if outcome not in OUTCOMES:
-                raise ValueError(f"{item.nodeid}: the outcome {outcome!r} is none of {', '.join(OUTCOMES)}")
-            skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
-            if call.when == "call" or call.excinfo is not None:
-                where = item.nodeid.partition("[")[0]
-                state = "skipped" if skipped else "passed" if call.excinfo is None else "failed"
-                self._rows.setdefault((area, what), []).append((outcome, state == "passed", where))
+                raise ValueError(f"{report.nodeid}: the outcome {outcome!r} is none of {', '.join(OUTCOMES)}")
+            if report.when == "call" or not report.passed:
+                where = report.nodeid.partition("[")[0]
+                self._rows.setdefault((area, what), []).append((outcome, report.passed, where))
 
     def text(self) -> str:
         """The table."""
@@ -71,6 +77,8 @@ class Conformance:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the table, or compare it."""
+        if hasattr(self._config, "workerinput"):
+            return  # one of several processes, which knows only its own tests
         if self._config.getoption("--conformance"):
             TABLE.write_text(self.text())
         elif self._compares(session) and (not TABLE.exists() or TABLE.read_text() != self.text()):

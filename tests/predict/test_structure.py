@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
+from lightning_mimose.predict.assemble import assemble
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
@@ -32,8 +33,14 @@ def resident_of(model: nn.Module, batch: Any, *, zeroes: bool = True, update: in
 
 def timeline_of(seen: Observation, resident: Resident, left_out: Iterable[str] = ()) -> Timeline:
     """The timeline of the observed step itself."""
-    return seen.structure.timeline(
-        seen.values, resident, seconds_per_flop=1e-9, minimum_share=0.0, left_out=frozenset(left_out), inputs_die=True
+    return assemble(
+        seen.structure,
+        seen.values,
+        resident,
+        seconds_per_flop=1e-9,
+        minimum_share=0.0,
+        left_out=frozenset(left_out),
+        inputs_die=True,
     )
 
 
@@ -209,8 +216,8 @@ def test_values_are_rounded_not_cut() -> None:
     seen = observed(model, batch)
     resident = resident_of(model, batch)
     exact = timeline_of(seen, resident).base_bytes
-    nearly = seen.structure.timeline(
-        np.maximum(seen.values - 1e-6, 0.0), resident, seconds_per_flop=1e-9, minimum_share=0.0
+    nearly = assemble(
+        seen.structure, np.maximum(seen.values - 1e-6, 0.0), resident, seconds_per_flop=1e-9, minimum_share=0.0
     ).base_bytes
     assert (exact == nearly).all()
     assert torch.is_grad_enabled()
