@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--units", action="append", metavar="PATTERN,...", help="what to plan; found by itself if absent"
     )
+    explain.add_argument(
+        "--actions", metavar="NAME,...", help="what plans may do: lean, recompute (both if absent), offload, split"
+    )
     explain.add_argument("--init", action="append", default=[], metavar="NAME=VALUE", help="an argument of the model")
     explain.add_argument("--batch", metavar="package.module:f", help="makes a batch from the dimensions as keywords")
     explain.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="what will train it")
@@ -81,6 +84,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise SizeError("Every --size must name the same dimensions.")
     budgets = [budget.strip() for text in arguments.budget for budget in text.split(",") if budget.strip()]
     units = [unit for text in arguments.units for unit in text.split(",")] if arguments.units else None
+    actions = [name.strip() for name in arguments.actions.split(",")] if arguments.actions else None
     init = dict(_value(text) for text in arguments.init)
 
     from lightning_mimose.budget import parse_budget
@@ -98,7 +102,15 @@ def _explain(arguments: argparse.Namespace) -> int:
         model = build(arguments.model, init)
         make_batch = batch_maker(model, arguments.model, arguments.batch)
         try:
-            knowledge = learn(model, make_batch, asked, units=units, optimizer=arguments.optimizer, tell=progress.tell)
+            knowledge = learn(
+                model,
+                make_batch,
+                asked,
+                units=units,
+                actions=actions,
+                optimizer=arguments.optimizer,
+                tell=progress.tell,
+            )
         finally:
             progress.clear()
         answers = explain(knowledge, asked, budgets)

@@ -117,10 +117,11 @@ class Engine:
             lean=any(action in GRADES for action in self.actions),
             splits=any(action in SPLITS for action in self.actions),
         )
+        self.host: HostMemory | None = None
         if OFFLOAD in self.actions:
-            host = HostMemory(self._host_bytes(host_budget))
-            self.session.offloader = Offloader(host, self.device)
-            self.advisor.link = measure_link(self.device, host.budget_bytes)
+            self.host = HostMemory(self._host_bytes(host_budget))
+            self.session.offloader = Offloader(self.host, self.device)
+            self.advisor.link = measure_link(self.device, self.host.budget_bytes)
         self._patched: tuple[Unit, ...] = ()
         self._caches = CacheSwitch()
         self._cap = ReservedCap(self.device, budget_bytes)

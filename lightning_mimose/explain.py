@@ -17,6 +17,10 @@ _STEP_OF_FORWARD = 3.0
 """Operations of a step in those of its forward: a backward takes two for each."""
 
 
+_KINDS = {"lean": "lean", "recompute": "recomputed", "split": "split", "offload": "offloaded"}
+"""What the names of actions begin with, as it is written above a column."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What one budget costs at one size.
@@ -28,6 +32,8 @@ class Cost:
         fits_untrained: Whether it is kept even by a run's first batch, of which nothing is known yet.
         recomputed_units: Units that the plan recomputes.
         lean_units: Units that keep recipes instead of some of their tensors.
+        split_units: Units that run a part of the batch at a time.
+        offloaded_units: Units whose saved tensors go to host memory.
         predicted_peak_bytes: Peak under the plan; of the most saving one where nothing fits.
         added_share: What recomputing and rebuilding add, as a share of the step's operations.
         added_seconds: The same share of the step's estimated time.
@@ -38,8 +44,10 @@ class Cost:
     budget_bytes: int
     fits: bool
     fits_untrained: bool
-    recomputed_units: int
     lean_units: int
+    recomputed_units: int
+    split_units: int
+    offloaded_units: int
     predicted_peak_bytes: int
     added_share: float
     added_seconds: float
@@ -142,14 +150,28 @@ class _Asker:
         return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
 
     def of(self, budget: str, amount: int, peak: int, added_seconds: float, actions: dict[str, str]) -> Cost:
-        recomputed = sum(action == "recompute" for action in actions.values())
-        lean = sum(action.startswith("lean") for action in actions.values())
+        lean, recomputed, split, offloaded = [
+            sum(action.startswith(kind) for action in actions.values()) for kind in _KINDS
+        ]
         share = added_seconds * self.share_per_second
         sure = amount >= self.least
-        return Cost(budget, amount, True, sure, recomputed, lean, peak, share, share * self.step_seconds, actions)
+        return Cost(
+            budget,
+            amount,
+            True,
+            sure,
+            lean,
+            recomputed,
+            split,
+            offloaded,
+            peak,
+            share,
+            share * self.step_seconds,
+            actions,
+        )
 
     def nothing(self, budget: str, amount: int) -> Cost:
-        return Cost(budget, amount, False, False, 0, 0, self.least, 0.0, 0.0, {})
+        return Cost(budget, amount, False, False, 0, 0, 0, 0, self.least, 0.0, 0.0, {})
 
 
 def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Iterator[Table]:
@@ -161,10 +183,12 @@ def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Itera
     )
     for answer in answers:
         words = ", ".join(f"{name}={value:,}" for name, value in answer.size.items())
+        costs = [*answer.budgets, answer.smallest]
+        kinds = [kind for kind in _KINDS if kind in ("recompute", "lean") or any(_units(cost)[kind] for cost in costs)]
         rows = (
-            ("none", "", "", "", format_bytes(answer.unbudgeted_peak_bytes)),
-            *(_row(cost, count) for cost in answer.budgets),
-            (f"{format_bytes(answer.smallest_feasible_bytes)} (smallest)", *_row(answer.smallest, count)[1:]),
+            ("none", *("" for _ in kinds), "", format_bytes(answer.unbudgeted_peak_bytes)),
+            *(_row(cost, count, kinds) for cost in answer.budgets),
+            (f"{format_bytes(answer.smallest_feasible_bytes)} (smallest)", *_row(answer.smallest, count, kinds)[1:]),
         )
         notes = [f"A plain step takes about {_seconds(answer.step_seconds)}."]
         if not answer.trusted:
@@ -174,20 +198,29 @@ def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Itera
                 f"* once smaller batches have been seen; a run that starts with this one needs "
                 f"{format_bytes(answer.smallest_feasible_bytes)}."
             )
-        yield Table(words, rows, ("budget", "lean", "recomputed", "added time", "predicted peak"), " ".join(notes))
+        header = ("budget", *(_KINDS[kind] for kind in kinds), "added time", "predicted peak")
+        yield Table(words, rows, header, " ".join(notes))
 
 
-def _row(cost: Cost, units: int) -> tuple[str, str, str, str, str]:
+def _units(cost: Cost) -> dict[str, int]:
+    counts = (cost.lean_units, cost.recomputed_units, cost.split_units, cost.offloaded_units)
+    return dict(zip(_KINDS, counts, strict=True))
+
+
+def _row(cost: Cost, units: int, kinds: Sequence[str]) -> tuple[str, ...]:
     name = format_bytes(cost.budget_bytes)
+    rest = ("",) * (len(kinds) - 1)
     if not cost.fits:
-        return name, "does not fit", "", "", f"{format_bytes(cost.predicted_peak_bytes)} at least"
+        return name, "does not fit", *rest, "", f"{format_bytes(cost.predicted_peak_bytes)} at least"
     mark = "" if cost.fits_untrained else " *"
     peak = format_bytes(cost.predicted_peak_bytes)
     if not cost.actions:
-        return name, "fits as is" + mark, "", "", peak
+        return name, "fits as is" + mark, *rest, "", peak
     added = f"{100 * cost.added_share:.1f} % ({_seconds(cost.added_seconds)})"
-    lean, recomputed = (f"{count} of {units}" if count else "" for count in (cost.lean_units, cost.recomputed_units))
-    return name, lean + (mark if lean else ""), recomputed + ("" if lean else mark), added, peak
+    counts = [_units(cost)[kind] for kind in kinds]
+    first = next((i for i, count in enumerate(counts) if count), 0)
+    told = [f"{count} of {units}{mark if i == first else ''}" if count else "" for i, count in enumerate(counts)]
+    return name, *told, added, peak
 
 
 def _full_seconds(timeline: Timeline) -> float:

@@ -69,6 +69,7 @@ def learn(
     asked: Sequence[Size],
     *,
     units: Sequence[str] | None = None,
+    actions: Sequence[str] | None = None,
     optimizer: OptimizerName = "adamw",
     device: torch.device | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -83,6 +84,7 @@ def learn(
         make_batch: Makes a batch of given dimensions.
         asked: The sizes to know about, all with the same names.
         units: As `Engine` takes them.
+        actions: As `Engine` takes them.
         optimizer: What will train it.
         device: Where to run; None takes the accelerator there is, else the CPU.
         tell: Told what is going on, for a progress line.
@@ -101,7 +103,7 @@ def learn(
     optim: torch.optim.Optimizer = (
         torch.optim.AdamW(parameters, lr=1e-4) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=1e-4)
     )
-    engine = Engine(model, budget=1.0, units=units, planner="exact", device=where)
+    engine = Engine(model, budget=1.0, units=units, actions=actions, planner="exact", device=where)
     pupil = engine.advisor.estimator = _Pupil()
     engine.watch([optim])
     engine.attach()

@@ -32,6 +32,7 @@ class Mimose:
         actions: Names of the actions plans may use; None for those that pay.
         planner: "auto", "exact", "greedy" (the paper's), or a callable (timeline, budget_bytes) -> plan.
         on_infeasible: "raise", or "warn" to go on with the most saving plan.
+        host_budget: Host memory that offloading may take, written as `budget` is; None for half of what is free.
         on_oom: "retry" runs a step that is out of memory all the same again, under the most saving plan and as if it
             had not begun; "raise" says where the memory went.
 
@@ -61,6 +62,7 @@ class Mimose:
         planner: PlannerChoice = "auto",
         on_infeasible: Literal["raise", "warn"] = "raise",
         on_oom: Literal["retry", "raise"] = "retry",
+        host_budget: str | int | float | None = None,
     ) -> None:
         self._model: nn.Module | None = model
         self._optimizer = optimizer
@@ -74,7 +76,9 @@ class Mimose:
             actions=actions,
             planner=planner,
             on_infeasible=on_infeasible,
+            host_budget=host_budget,
         )
+        self._host = self._engine.host
         self._advisor = self._engine.advisor
         self._units = tuple(unit.name for unit in self._engine.units)
         self._engine.watch([optimizer] if optimizer is not None else [])

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves, Sites
@@ -231,14 +231,14 @@ class _Calls:
 
     def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
-        leaves, spec = tree_flatten((args, kwargs))
-        cut = self._divisible.cuts(leaves, spec)
-        if cut is None:  # arguments of another form than those that were tried
+        leaves = tree_leaves((args, kwargs))
+        seam = self._divisible.seam(args, kwargs, self._state)
+        if seam is None:  # arguments of another form than those that were tried
             return self._recomputed(leaves, args, kwargs)
         self._note_given(leaves)
         session.inside += 1
         try:
-            return run_split(self._original, args, kwargs, cut, chunks, self._state)
+            return run_split(self._original, args, kwargs, seam, chunks, self._state)
         finally:
             session.inside -= 1
 

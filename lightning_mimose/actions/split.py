@@ -9,7 +9,7 @@ both ways. One that writes state (BatchNorm) or draws random numbers (dropout in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -27,35 +27,47 @@ SPLITS = tuple(f"split{chunks}" for chunks in CHUNKS)
 ROWS_MIX = "its results for a part of the batch are not those for the whole batch"
 RANDOM = "it draws random numbers"
 WRITES = "its forward writes state"
+HOOKS = "hooks of modules inside it would see parts of the batch"
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Share of the largest result by which results may differ."""
 
 
+class Seam(NamedTuple):
+    """Where a unit is cut and put together.
+
+    Attributes:
+        cut: For every leaf of its arguments, whether each part is given its own rows of it.
+        joined: For every leaf of its results, whether it is put together from the parts; otherwise all parts make the
+            same (T5's position bias).
+    """
+
+    cut: tuple[bool, ...]
+    joined: tuple[bool, ...]
+
+
 class Divisible:
-    """What is known of splitting one unit: which of its arguments are cut. Learnt once for each form of its arguments.
+    """What is known of splitting one unit, for each form of its arguments.
 
     Attributes:
         reason: Why it cannot be split; None as long as nothing was found.
     """
 
     def __init__(self) -> None:
-        self._cut: dict[tuple[TreeSpec, tuple[Any, ...]], tuple[bool, ...]] = {}
+        self._seams: dict[tuple[TreeSpec, tuple[Any, ...]], Seam] = {}
         self.reason: str | None = None
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether arguments of this form were tried, or need not be."""
         leaves, spec = tree_flatten((args, kwargs))
-        return self.reason is not None or (spec, _form(leaves)) in self._cut
+        return self.reason is not None or (spec, _form(leaves)) in self._seams
 
-    def cuts(self, leaves: Sequence[Any], spec: TreeSpec) -> tuple[bool, ...] | None:
-        """Which arguments to cut; None if these cannot be."""
-        rows = _rows(leaves)
-        cut = None if self.reason is not None or rows < 2 else self._cut.get((spec, _form(leaves)))
-        if cut is None:
+    def seam(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState) -> Seam | None:
+        """How to split a call with these arguments; None if it cannot be."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if self.reason is not None or _rows(leaves) < 2 or _hooked(state):
             return None
-        fits = all(not is_cut or leaf.shape[0] == rows for leaf, is_cut in zip(leaves, cut, strict=True))
-        return cut if fits else None
+        return self._seams.get((spec, _form(leaves)))
 
     def learn(
         self,
@@ -75,6 +87,9 @@ class Divisible:
         leaves, spec = tree_flatten((args, kwargs))
         rows = _rows(leaves)
         if rows < 2:
+            return
+        if _hooked(state):
+            self.reason = HOOKS
             return
         cut = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves)
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
@@ -100,17 +115,19 @@ class Divisible:
                 self.reason = RANDOM
             elif written:
                 self.reason = WRITES
-            elif not _agree(whole, parts, rows):
-                self.reason = ROWS_MIX
             else:
-                self._cut[spec, _form(leaves)] = cut
+                joined = [_joined(one, others, rows) for one, *others in zip(whole, *parts, strict=False)]
+                if None in joined or any(len(part) != len(whole) for part in parts):
+                    self.reason = ROWS_MIX
+                else:
+                    self._seams[spec, _form(leaves)] = Seam(cut, tuple(map(bool, joined)))
 
 
 def run_split(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    cut: Sequence[bool],
+    seam: Seam,
     chunks: int,
     state: WrittenState,
 ) -> Any:
@@ -120,21 +137,20 @@ def run_split(
         original: The unit's own forward.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        cut: Which leaves of the arguments are cut.
+        seam: Where to cut.
         chunks: Into how many parts at most.
         state: The unit's written state; nothing is in it but what other modes write.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    given = _parts(leaves, cut, -(-_rows(leaves) // chunks))
+    given = _parts(leaves, seam.cut, -(-_rows(leaves) // chunks))
     outs, shape = [], None
     for part in given:
         part_args, part_kwargs = tree_unflatten(part, spec)
         found, shape = tree_flatten(recompute(original, part_args, part_kwargs, state))
         outs.append(found)
     assert shape is not None
-    whole = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in zip(*outs, strict=True)
-    ]
+    columns = zip(zip(*outs, strict=True), seam.joined, strict=True)
+    whole = [torch.cat(column) if is_joined else column[0] for column, is_joined in columns]
     return tree_unflatten(whole, shape)
 
 
@@ -172,23 +188,23 @@ def _run(original: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) ->
     return tree_flatten(original(*args, **kwargs))[0]
 
 
-def _agree(whole: Sequence[Any], parts: Sequence[Sequence[Any]], rows: int) -> bool:
-    if any(len(part) != len(whole) for part in parts):
+def _joined(one: Any, others: Sequence[Any], rows: int) -> bool | None:
+    """Whether a result is put together from those of the parts, or is the same in each; None if neither."""
+    if not isinstance(one, torch.Tensor):
+        return None if any(isinstance(other, torch.Tensor) or other != one for other in others) else False
+    if not all(isinstance(other, torch.Tensor) and other.dtype == one.dtype for other in others):
+        return None
+    if all(other.shape == one.shape and torch.equal(other, one) for other in others):
         return False
-    for one, *others in zip(whole, *parts, strict=True):
-        if not isinstance(one, torch.Tensor):
-            if any(isinstance(other, torch.Tensor) or other != one for other in others):
-                return False
-            continue
-        if not one.dim() or one.shape[0] != rows or not all(isinstance(other, torch.Tensor) for other in others):
-            return False
-        if sum(other.shape[0] if other.dim() else 0 for other in others) != rows:
-            return False
-        if any(other.shape[1:] != one.shape[1:] or other.dtype != one.dtype for other in others):
-            return False
-        if not _close(one, torch.cat(others)):
-            return False
-    return True
+    if not one.dim() or one.shape[0] != rows or any(other.shape[1:] != one.shape[1:] for other in others):
+        return None
+    together = torch.cat(list(others))
+    return True if together.shape == one.shape and _close(one, together) else None
+
+
+def _hooked(state: WrittenState) -> bool:
+    """Whether something listens to modules inside the unit (Hugging Face collects router logits like that)."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in state.modules()[1:])
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -56,7 +56,7 @@ class MimoseCallback(Callback):
             most saving plan, as if it had not begun (weights, generators, buffers, logged values), or `"raise"`. Where
             it cannot be repeated (manual optimization, under DDP once backward has begun) the error says where the
             memory went.
-        host_budget: Bytes of host memory that offloading may use; no action of this version uses any.
+        host_budget: Host memory that offloading may take, written as `budget` is; None for half of what is free.
 
     Limitations:
         With manual optimization a batch that breaks the budget is found out after its updates, not before them.
@@ -219,6 +219,7 @@ class MimoseCallback(Callback):
             actions=self.actions,
             planner=self.planner,
             on_infeasible=self.on_infeasible,
+            host_budget=self.host_budget,
             device=trainer.strategy.root_device,
             bucket_bytes=bucket_bytes(trainer.strategy, pl_module),
             precision=precision_of(trainer.strategy),

@@ -55,6 +55,16 @@ class StepRecord:
         """Number of units that kept recipes instead of some of their tensors."""
         return sum(action.startswith("lean") for action in self.actions.values())
 
+    @property
+    def split_units(self) -> int:
+        """Number of units that ran a part of the batch at a time."""
+        return sum(action.startswith("split") for action in self.actions.values())
+
+    @property
+    def offloaded_units(self) -> int:
+        """Number of units whose saved tensors went to host memory."""
+        return sum(action == "offload" for action in self.actions.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
@@ -72,6 +82,8 @@ class Aggregates:
     over_budget: int = 0
     recomputed_units: int = 0
     lean_units: int = 0
+    split_units: int = 0
+    offloaded_units: int = 0
     planning_seconds: float = 0.0
     largest_peak_bytes: int = 0
     largest_predicted_bytes: int = 0
@@ -84,6 +96,8 @@ class Aggregates:
         self.retried += record.retried
         self.recomputed_units += record.recomputed_units
         self.lean_units += record.lean_units
+        self.split_units += record.split_units
+        self.offloaded_units += record.offloaded_units
         self.planning_seconds += record.planning_seconds
         self.largest_predicted_bytes = max(self.largest_predicted_bytes, record.predicted_peak_bytes or 0)
         if record.measured_peak_bytes is not None:

@@ -248,9 +248,12 @@ class Report:
         yield "plans from the cache", f"{total.cache_hits:,}"
         mean = f"{total.recomputed_units / total.steps:.1f}"
         yield "recomputed units per step", f"{mean} of {len(self.units):,} on average"
-        if total.lean_units:
-            mean = f"{total.lean_units / total.steps:.1f}"
-            yield "lean units per step", f"{mean} of {len(self.units):,} on average"
+        for kind, count in (("lean", total.lean_units), ("split", total.split_units)):
+            if count:
+                yield f"{kind} units per step", f"{count / total.steps:.1f} of {len(self.units):,} on average"
+        if total.offloaded_units:
+            mean = f"{total.offloaded_units / total.steps:.1f}"
+            yield "offloaded units per step", f"{mean} of {len(self.units):,} on average"
         seconds = [record.planning_seconds for record in self.records]
         yield "planning time per step", f"median {_duration(float(np.median(seconds)))}, max {_duration(max(seconds))}"
 
