@@ -12,7 +12,7 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from lightning_mimose.actions.lean.recipes import GRADES
-from lightning_mimose.actions.menu import check_actions
+from lightning_mimose.actions.menu import RECOMPUTE_LEAN, check_actions
 from lightning_mimose.actions.split import CHUNKS, SPLITS
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
@@ -268,7 +268,7 @@ class Advisor:
         """What plans may choose from."""
 
         def allowed(unit: str, action: str) -> bool:
-            if action in GRADES and unit in self._unlean:
+            if action in (*GRADES, RECOMPUTE_LEAN) and unit in self._unlean:
                 return False
             return action in self.actions and (action not in SPLITS or unit in self._divisible)
 

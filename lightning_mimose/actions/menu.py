@@ -10,6 +10,8 @@ from lightning_mimose.errors import UnsupportedError
 
 RECOMPUTE = "recompute"
 LEAN = "lean"
+RECOMPUTE_LEAN = "recompute+lean"
+"""Recomputation whose own saves are lean (softmax included), so that less is there while its backward runs."""
 OFFLOAD = "offload"
 SPLIT = "split"
 
@@ -35,4 +37,5 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
             f"actions={list(actions)!r} was asked for; this version plans with {', '.join(map(repr, _MENU))}. Leave "
             f"actions out for {' and '.join(map(repr, _DEFAULT))}, or pass some, as actions=['{RECOMPUTE}']."
         )
-    return tuple(action for name in dict.fromkeys(actions) for action in _MENU[name])
+    both = (RECOMPUTE_LEAN,) if {LEAN, RECOMPUTE} <= set(actions) else ()
+    return (*(action for name in dict.fromkeys(actions) for action in _MENU[name]), *both)

@@ -28,7 +28,13 @@ _TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
 
 
 class RegionObserver(Protocol):
-    """Watches one region's runs; how the collector measures without an extra forward."""
+    """Watches one region's runs; how the collector measures without an extra forward.
+
+    Attributes:
+        stops_early: Whether a recomputation may stop at the last tensor that is needed.
+    """
+
+    stops_early: bool
 
     def forward_run(self) -> AbstractContextManager[None]:
         """Entered around the run in forward."""
@@ -69,7 +75,7 @@ def recompute(
         args: Its positional arguments, any structure.
         kwargs: Its keyword arguments, any structure.
         state: The unit's written buffers, put back around a recomputation.
-        observer: Watches the runs; a watched recomputation runs to its end (no early stop).
+        observer: Watches the runs; one that measures wants a recomputation to run to its end.
 
     Returns:
         What the forward returned.
@@ -108,7 +114,7 @@ def recompute(
             return out
         return None
 
-    early = observer is None
+    early = observer is None or observer.stops_early
     if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:
         return checkpoint(region, *tensors, use_reentrant=False, early_stop=early)
     with set_checkpoint_early_stop(early):

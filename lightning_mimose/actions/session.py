@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.recipes import ATTENTION, GRADES
+from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.saves import LeanSaves, Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
-from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE
+from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
@@ -25,6 +26,9 @@ from lightning_mimose.actions.split import CHUNKS, SPLITS, Divisible, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.units import Unit, is_compiled
+
+REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
+"""Actions that run a unit's forward again."""
 
 
 @dataclass
@@ -112,7 +116,7 @@ class Session:
         waiting = list(reversed(list(actions.items())))
         while waiting:
             name, action = waiting.pop()
-            if name in self.refused and action in (RECOMPUTE, *SPLITS):
+            if name in self.refused and action in REPEATING:
                 waiting.extend((part, action) for part in reversed(self.parts.get(name, ())))
             else:
                 found[name] = action
@@ -170,18 +174,18 @@ class _Calls:
         return out
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._name in self._session.tries and action != RECOMPUTE:
+        if self._name in self._session.tries and action not in REPEATING:
             self._try_recipes(self._state.blank(), args, kwargs)
         if action in GRADES:
             return self._lean(GRADES.index(action) + 1, args, kwargs)
         if action == OFFLOAD and self._session.offloader is not None:
             return self._offloaded(self._session.offloader, args, kwargs)
-        if action == RECOMPUTE or action in SPLITS:
+        if action in REPEATING:
             leaves = tree_leaves((args, kwargs))
             if self._can_be_repeated(leaves, args, kwargs):
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)
-                return self._recomputed(leaves, args, kwargs)
+                return self._recomputed(leaves, args, kwargs, lean=action == RECOMPUTE_LEAN)
         return self._kept(args, kwargs)
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -305,13 +309,17 @@ class _Calls:
         finally:
             session.inside -= 1
 
-    def _recomputed(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputed(
+        self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], lean: bool = False
+    ) -> Any:
         name, session, original = self._name, self._session, self._original
         recorder = session.recorder
         held = (*leaves, *self._state.buffers())
         survey = LeanSurvey(self._sites, held) if recorder is not None and self._may_be_lean() else None
         region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
         observer: RegionObserver | None = region
+        if lean and region is None and name not in session.untried and self._may_be_lean():
+            observer = LeanRegion(self._sites, ATTENTION, self._state.parameters, held)
         self._note_given(leaves)
         out: Any = None
         ran = False

@@ -368,6 +368,8 @@ class _Held:
 class Region:
     """Observes the runs of one recomputed call (see `actions.recompute.RegionObserver`)."""
 
+    stops_early = False
+
     def __init__(self, recorder: StepRecorder, call: Call, survey: Survey | None = None) -> None:
         self._recorder = weakref.ref(recorder)
         self._call, self._survey = call, survey

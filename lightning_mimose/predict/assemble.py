@@ -20,6 +20,10 @@ REGION_FLOPS = 1e4
 """The same for a recomputed region."""
 
 
+RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
+"""The grade of lean saves inside a recomputed unit, and the action's name."""
+
+
 @dataclass(frozen=True)
 class Link:
     """The way from the device to host memory.
@@ -75,6 +79,7 @@ def assemble(
     assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out)
     assembly.add_recompute()
     assembly.add_lean()
+    assembly.add_recompute_lean(*RECOMPUTE_LEAN)
     if extras is not None and extras.link is not None:
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items() if extras is not None else ():
@@ -194,6 +199,35 @@ class _Assembly:
                     row[position] = self.level[position] - value[own] - self.entry[position]
             work = sum(float(self.values[shape.work]) for shape in shapes)
             self._add(index[unit], action, work + REBUILDING_FLOPS * len(shapes), row)
+
+    def add_recompute_lean(self, grade: str, action: str) -> None:
+        """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
+
+        Args:
+            grade: The grade of lean saves inside.
+            action: Name of the action.
+        """
+        structure, value = self.structure, self.value
+        plain = {option.unit: i for i, option in enumerate(self.options) if option.action == "recompute"}
+        index = {unit: i for i, unit in enumerate(structure.units)}
+        shapes = {shape.call: shape for shape in structure.lean if shape.action == grade}
+        for unit, members in self.calls_of.items():
+            if index[unit] not in plain or not all(i in shapes for i in members):
+                continue
+            row, work = self.relief[plain[index[unit]]].copy(), 0.0
+            for i in members:
+                shape = shapes[i]
+                work += float(self.values[shape.work]) + REBUILDING_FLOPS
+                peaks = [0]
+                for position, own in shape.positions:
+                    if self.backward[position]:
+                        row[position] += max(0, int(self.level[position] - value[own]))
+                    else:
+                        peaks.append(int(value[own]))
+                working = min(int(value[structure.calls[i].working]), max(peaks))
+                self.runs_again.append((len(self.options), i, working))
+            saved = self._freed(unit)
+            self._add(index[unit], action, self._recomputing(unit, saved) + work, row)
 
     def add_offload(self, link: Link) -> None:
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.

@@ -204,7 +204,7 @@ def _action(unit: str, actions: Mapping[str, str]) -> str:
         return actions[unit]
     parts = unit.split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return _INSIDE if any(actions.get(name) == "recompute" for name in above) else _KEEP
+    return _INSIDE if any(actions.get(name, "").startswith(("recompute", "split")) for name in above) else _KEEP
 
 
 def _short_names(units: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ class StepRecord:
     @property
     def recomputed_units(self) -> int:
         """Number of units recomputed."""
-        return sum(action == "recompute" for action in self.actions.values())
+        return sum(action.startswith("recompute") for action in self.actions.values())
 
     @property
     def lean_units(self) -> int:

@@ -140,7 +140,7 @@ class Report:
     def most_recomputed(self) -> tuple[tuple[str, int], ...]:
         """The units recomputed most often in planned steps, with the number of steps."""
         actions = (item for record in self.planned for item in record.actions.items())
-        return tuple(Counter(unit for unit, action in actions if action == "recompute").most_common(_MOST))
+        return tuple(Counter(unit for unit, action in actions if action.startswith("recompute")).most_common(_MOST))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data for JSON, all kept records included. Sizes are bytes, times seconds."""

@@ -1,0 +1,120 @@
+"""Lean saves inside a recomputed region: what its recomputation saves for the backward that follows at once.
+
+A recomputation keeps what its forward would have kept, all of the region at the same time. Here the checkpoint is
+given stand-ins of the same shape for tensors that a recipe rebuilds, and what it hands out is replaced on the way to
+the operation that asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_mimose.actions.lean.handles import Use, unpack
+from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+
+Uses = dict[int, dict[int, Use]]
+
+
+class LeanRegion:
+    """See `recompute.RegionObserver`.
+
+    Args:
+        sites: What is known about the unit's places.
+        grade: What may be rebuilt.
+        parameters: Gives the parameters that values may be rebuilt from.
+        held: What somebody else keeps alive, see `LeanSaves`.
+    """
+
+    stops_early = True
+
+    def __init__(
+        self,
+        sites: Sites,
+        grade: int,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        held: Iterable[Any],
+    ) -> None:
+        self._sites, self._grade, self._parameters = sites, grade, parameters
+        self._held = [weakref.ref(each) for each in held if isinstance(each, torch.Tensor)]
+        self._uses: Uses = {}
+        """Backward pass -> number of a saved tensor -> what it is rebuilt by."""
+
+    @contextmanager
+    def forward_run(self) -> Iterator[None]:
+        """Number what is saved."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        with saved_tensors_hooks(_Numbering(outer[0]), partial(_unpack, outer[1], self._uses)):
+            yield
+
+    @contextmanager
+    def recompute_run(self) -> Iterator[None]:
+        """Give the checkpoint a stand-in for whatever has a recipe."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        give, numbered = outer[0], iter(range(1 << 62))
+        uses = self._uses[_begin_pass(self._uses)] = {}
+        saves = LeanSaves(
+            self._sites,
+            self._grade,
+            leaves=self._parameters(),
+            held=[each for ref in self._held if (each := ref()) is not None],
+        )
+
+        def pack(tensor: torch.Tensor) -> Any:
+            number, packed = next(numbered), saves.pack(tensor)
+            if isinstance(packed, Use):
+                uses[number] = packed
+                give(tensor.new_empty(1).expand(tensor.shape))
+            else:
+                give(tensor)
+            return packed
+
+        try:
+            with saves.constants(), saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            saves.close()
+
+    def recomputed(self, out: Any) -> None:
+        """Nothing to see."""
+
+
+class _Numbering:
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        self._pack, self._count = pack, 0
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[int, Any]:
+        self._count += 1
+        return self._count - 1, self._pack(tensor)
+
+
+def _unpack(unpack_outer: Callable[[Any], torch.Tensor], uses: Uses, packed: tuple[int, Any]) -> torch.Tensor:
+    number, inner = packed
+    tensor = unpack_outer(inner)
+    # Asked for once in a pass, as the checkpoint sees to; then it is the operation's.
+    use = uses.get(torch._C._current_graph_task_id(), {}).pop(number, None)
+    return tensor if use is None else unpack(use)
+
+
+def _begin_pass(uses: Uses) -> int:
+    """The pass that runs; at its end what was not asked for is let go of."""
+    task = torch._C._current_graph_task_id()
+    if task != -1:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, uses, task))
+    return task
+
+
+def _end_pass(uses: Uses, task: int) -> None:
+    uses.pop(task, None)

@@ -1,0 +1,78 @@
+"""Lean saves inside one recomputed region: every pass over the graph gets the plain bits, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.region import LeanRegion
+from lightning_mimose.actions.lean.saves import Sites
+from lightning_mimose.actions.recompute import recompute
+from lightning_mimose.actions.state import WrittenState
+
+
+class Block(nn.Module):
+    """Saves tensors of every kind: masks, views, results of operations that have recipes and of some that have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.gelu(self.up(self.norm(x)))
+        left, right = h.chunk(2, dim=-1)
+        y = functional.dropout(left.softmax(-1) * right.cumsum(-1), 0.2)
+        return x + self.down(y)
+
+
+def region(block: Block, x: Tensor) -> tuple[Tensor, LeanRegion]:
+    state = WrittenState(block)
+    observer = LeanRegion(Sites(), len(GRADES), state.parameters, [x])
+    torch.manual_seed(3)
+    return recompute(lambda x: Block.forward(block, x), (x,), {}, state, observer), observer
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_are_the_plain_ones(passes: int) -> None:
+    """In every pass; each runs the region again."""
+    block, x = Block(), torch.randn(40, 32, requires_grad=True)
+    wanted = [x, *block.parameters()]
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(block(x).square().sum(), wanted)
+    out, observer = region(block, x)
+    loss = out.square().sum()
+    for number in range(passes):
+        done = torch.autograd.grad(loss, wanted, retain_graph=number + 1 < passes)
+        assert all(map(torch.equal, plain, done))
+        assert observer._uses == {}
+
+
+def test_a_pass_over_a_part_of_the_graph_leaves_nothing() -> None:
+    block, x = Block(), torch.randn(40, 32, requires_grad=True)
+    out, observer = region(block, x)
+    torch.autograd.grad(out.square().sum(), [block.down.weight], retain_graph=True)
+    assert observer._uses == {}
+    plain = torch.autograd.grad(out.square().sum(), x)
+    assert len(plain) == 1
+
+
+def test_what_the_recomputation_kept_dies_with_the_operations() -> None:
+    """Recipes hold what they are made from; none outlives the pass."""
+    block, x = Block(), torch.randn(400, 32, requires_grad=True)
+    out, _ = region(block, x)
+    out.sum().backward()
+    gc.collect()
+    large = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.shape[:1] == (400,) and t is not x]
+    assert {id(t) for t in large} <= {id(out), id(x.grad)}
+
+
+def test_nothing_to_differentiate() -> None:
+    block, x = Block(), torch.randn(40, 32)
+    with torch.no_grad():
+        out, _ = region(block, x)
+    assert not out.requires_grad
