@@ -121,6 +121,8 @@ class Advisor:
         """Unit -> why it can never be recomputed, as the engine found out."""
         self.indivisible: Mapping[str, str] = {}
         """Unit -> why it cannot be split."""
+        self.hints: dict[str, str] = {}
+        """What about -> advice on operators that would lower the peak."""
         self.different: dict[str, tuple[str, ...]] = {}
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)

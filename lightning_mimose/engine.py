@@ -32,6 +32,7 @@ from lightning_mimose.errors import (
     UnitsError,
     UnsupportedError,
 )
+from lightning_mimose.hints import attention_hint, update_hint
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
@@ -492,7 +493,9 @@ class Engine:
             pass  # a retry is recorded for its peak, not to learn from
         elif any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
-            self.advisor.learn(step.size, observe(trace, step.batch_bytes, kept, GRADES))
+            observation = observe(trace, step.batch_bytes, kept, GRADES)
+            self.advisor.learn(step.size, observation)
+            self._hint("attention", attention_hint(self.model, observation.structure, observation.values))
         elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
             self._unreached = True
             warnings.warn(
@@ -504,6 +507,10 @@ class Engine:
         if peak > self.budget_bytes:
             self._infeasible(step.size, step.resident, peak, with_reserve(peak), "with every unit recomputed")
 
+    def _hint(self, about: str, text: str | None) -> None:
+        if text is not None:
+            self.advisor.hints[about] = text
+
     def _finish_update(self, step: Step) -> None:
         if step.recorder is None or not step.measuring:
             return
@@ -513,7 +520,12 @@ class Engine:
         if not seen:
             step.measured_peak_bytes = None  # much of the memory that such an update frees is older than the step
             return
+        before_update = step.measured_peak_bytes or 0
         self._take_peak(step, trace)
+        if (step.measured_peak_bytes or 0) > before_update > 0:
+            transient = self._update_cost.transient_bytes
+            optimizers = [optimizer for optimizer, _ in self._costs]
+            self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
         if self.ledger.lasting_bytes() == state_before and not step.evaluated_again:
             # The update as it really is replaces what was measured on small copies.
             transient = max((interval.peak_bytes for interval in trace.intervals), default=0)

@@ -146,7 +146,9 @@ class Mimose:
 
     def report(self) -> Report:
         """What happened so far."""
-        return Report(self._history, self._units, self._advisor.budget_bytes, guarded=self._advisor.guarded())
+        advisor = self._advisor
+        hints = tuple(advisor.hints.values())
+        return Report(self._history, self._units, advisor.budget_bytes, guarded=advisor.guarded(), hints=hints)
 
     def close(self) -> None:
         """Leave the model as it was. Records, plans and the report stay available."""

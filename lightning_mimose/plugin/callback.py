@@ -163,7 +163,14 @@ class MimoseCallback(Callback):
         if self._advisor is None:
             return Report(self._history, self._unit_names, None, self._evaluation.peaks)
         advisor = self._advisor
-        return Report(self._history, self._unit_names, advisor.budget_bytes, self._evaluation.peaks, advisor.guarded())
+        return Report(
+            self._history,
+            self._unit_names,
+            advisor.budget_bytes,
+            self._evaluation.peaks,
+            advisor.guarded(),
+            tuple(advisor.hints.values()),
+        )
 
     def _known(self) -> Advisor:
         if self._advisor is None:

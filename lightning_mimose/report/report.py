@@ -77,6 +77,7 @@ class Report:
         budget_bytes: The budget in force, in bytes; None if no run has started.
         evaluation_peaks: Stage -> largest peak in bytes outside training steps.
         guarded: Unit -> what is never done with it, and why.
+        hints: Advice on operators that would lower the peak.
 
     Example:
         >>> print(Report(History(), (), None))
@@ -92,6 +93,7 @@ class Report:
         budget_bytes: int | None,
         evaluation_peaks: Mapping[str, int] | None = None,
         guarded: Mapping[str, str] | None = None,
+        hints: Sequence[str] = (),
     ) -> None:
         self.records: tuple[StepRecord, ...] = tuple(history.records)
         self.aggregates = copy(history.aggregates)
@@ -99,6 +101,7 @@ class Report:
         self.budget_bytes = budget_bytes
         self.evaluation_peaks = dict(evaluation_peaks or {})
         self.guarded = dict(guarded or {})
+        self.hints = tuple(hints)
 
     # --- numbers ----------------------------------------------------------------------------------------------
 
@@ -154,6 +157,7 @@ class Report:
             "planning_seconds": {"median": float(np.median(seconds)), "max": max(seconds)} if seconds else None,
             "evaluation_peak_bytes": dict(self.evaluation_peaks),
             "guarded": dict(self.guarded),
+            "hints": list(self.hints),
             "size_axis": list(self.axis.dims),
             "size_groups": [asdict(group) for group in self.size_groups],
             "most_recomputed": [{"unit": unit, "steps": steps} for unit, steps in self.most_recomputed],
@@ -215,6 +219,8 @@ class Report:
             tables.append(Table("Most often recomputed", rows, ("unit", "steps", "of planned")))
         if self.guarded:
             tables.append(Table("Left as they are", tuple(self.guarded.items())))
+        for hint in self.hints:
+            tables.append(Table("Advice", (), note=hint))
         return tables
 
     def _peak_facts(self) -> Iterator[tuple[str, str]]:

@@ -84,6 +84,10 @@ class Constants(TorchFunctionMode):
         if func in _SUMS:
             if len(args) > 1 and isinstance(args[1], (int, float)):
                 self._note(out, operand=args[1], swapped=_SUMS[func])
+            elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
+                without = [i for i in (0, 1) if not args[i].requires_grad]
+                if len(without) == 1:  # a mask, which the node does not know
+                    self._note(out, operand=args[without[0]], swapped=without == [0])
         elif func in _NORMS:
             self._note(out, eps=_argument(args, kwargs, 4, "eps", 1e-5))
         return out
@@ -91,6 +95,9 @@ class Constants(TorchFunctionMode):
     def _note(self, out: Any, **constants: Any) -> None:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None:
             self.seen[out.grad_fn] = constants
+
+
+_ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

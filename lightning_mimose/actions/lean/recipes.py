@@ -48,6 +48,9 @@ class Node(Protocol):
     def operand(self, name: str, index: int) -> Handle | None:
         """`saved`, or `edge` where the node did not need to save it."""
 
+    def given(self, tensor: torch.Tensor) -> Handle | None:
+        """A tensor without gradients, if it is there as long as the recipe may need it."""
+
     def constant(self, name: str) -> Any:
         """A number that the operation was called with and its node does not have; None if it was not seen."""
 
@@ -162,6 +165,9 @@ def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
     if number is None:
         return Made(partial(torch.add, alpha=alpha), (node.edge(0), node.edge(1)), LIGHT)
+    if isinstance(number, torch.Tensor):  # added to what has gradients: an attention mask
+        values = (node.given(number), node.edge(1)) if swapped else (node.edge(0), node.given(number))
+        return Made(partial(torch.add, alpha=alpha), values, LIGHT)
     if swapped:  # `1 + x` is x.__radd__(1), which torch computes as x + 1
         number, alpha = number, 1
     return Made(lambda x: torch.add(x, number, alpha=alpha), (node.edge(0),), LIGHT)

@@ -102,7 +102,8 @@ class LeanSaves:
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
-        self._held = {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and _is_plain(t)}
+        self._held: set[int] = set()
+        self.hold(held)
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
         self._numbers: dict[tuple[Any, int], int] = {}
@@ -113,6 +114,10 @@ class LeanSaves:
         self._small_bytes = small_bytes
         self.compared = False
         self._constants = Constants()
+
+    def hold(self, held: Iterable[Any]) -> None:
+        """Name tensors that somebody else keeps alive."""
+        self._held |= {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and _is_plain(t)}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -221,6 +226,12 @@ class LeanSaves:
         number = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - dropout)
         return Mask(tensor, number.item(), MASKS, packs=self._applies)
 
+    def given(self, tensor: torch.Tensor) -> Handle | None:
+        """A tensor without gradients that somebody else holds; one that would only live for a recipe is no gain."""
+        if not _is_plain(tensor) or tensor.untyped_storage()._cdata not in self._held:
+            return None
+        return Kept(tensor)
+
     # --- how it is rebuilt ----------------------------------------------------------------------------------------
 
     def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
@@ -307,6 +318,9 @@ class _Node:
             return None
         with _disable_current_modes():  # which would be given a float where they expect a tensor
             return Number(number.item())
+
+    def given(self, tensor: torch.Tensor) -> Handle | None:
+        return self._saves.given(tensor)
 
     def constant(self, name: str) -> Any:
         return self._saves._constants.seen.get(self.raw, {}).get(name)

@@ -190,3 +190,16 @@ def test_an_encoder_layer_of_torch() -> None:
     assert same_bits(lean.bits, plain.bits)
     assert [place.made_by for place in lean.sites.checked].count("") == 4
     assert not lean.sites.different
+
+
+@pytest.mark.parametrize("order", [lambda scores, mask: scores + mask, lambda scores, mask: mask + scores, torch.add])
+def test_eager_attention_with_an_additive_mask(order: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The node of the sum knows nothing of the mask; whoever gave it to the unit keeps it."""
+    mask = torch.zeros(1, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), -1e9)
+
+    def attention(watch: Watch, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(-1, -2)) / 4.0
+        return watch(functional.softmax(order(scores, mask[:, :, :, :40]), -1)) @ v
+
+    heads = [torch.randn(2, 4, 40, 16, requires_grad=True) for _ in range(3)]
+    assert_lean(attention, [*heads, mask])

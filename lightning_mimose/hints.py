@@ -1,0 +1,78 @@
+"""Advice: where PyTorch leaves a choice of operators that would lower the peak. Told in the report, never taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mimose.budget import format_bytes
+from lightning_mimose.predict.structure import Structure
+
+WORTH_SHARE = 0.02
+"""Advice that would lower the peak by less than this share of it is not given."""
+_WITHOUT_SOFTMAX, _WITH_SOFTMAX = "lean+masks", "lean+attention"
+
+
+def update_hint(
+    optimizers: Sequence[Optimizer], transient_bytes: int, update_peak_bytes: int, step_peak_bytes: int
+) -> str | None:
+    """What to do about an update that is the step's peak.
+
+    Args:
+        optimizers: Those that update.
+        transient_bytes: What an update holds besides its state.
+        update_peak_bytes: Its peak, resident memory included.
+        step_peak_bytes: That of forward and backward.
+
+    Returns:
+        Advice; None where there is nothing to choose, or nothing to gain.
+    """
+    gain = min(transient_bytes, update_peak_bytes - step_peak_bytes)
+    if gain < WORTH_SHARE * update_peak_bytes:
+        return None
+    grouped = [type(each).__name__ for each in optimizers if any(_works_in_groups(g) for g in each.param_groups)]
+    if not grouped:
+        return None
+    return (
+        f"The update of {grouped[0]} is the peak of the step ({format_bytes(update_peak_bytes)}), for it makes "
+        f"temporaries of all parameters at once ({format_bytes(transient_bytes)}). With foreach=False, or fused=True "
+        f"where the device has it, the peak would be up to {format_bytes(gain)} lower."
+    )
+
+
+def _works_in_groups(group: dict[str, object]) -> bool:
+    if group.get("fused"):
+        return False
+    foreach = group.get("foreach", False)
+    if foreach is None:  # torch then decides by the device
+        parameters = group["params"]
+        return isinstance(parameters, list) and any(p.is_cuda for p in parameters)
+    return bool(foreach)
+
+
+def attention_hint(model: nn.Module, structure: Structure, values: NDArray[np.float64]) -> str | None:
+    """What to do about attention that keeps its probabilities because it was asked to be eager.
+
+    Args:
+        model: The model.
+        structure: The shape of a measured step.
+        values: Its columns.
+    """
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    if not any(getattr(config, "_attn_implementation", None) == "eager" for config in configs):
+        return None
+    spared = {
+        action: sum(float(values[shape.saved]) for shape in structure.lean if shape.action == action)
+        for action in (_WITHOUT_SOFTMAX, _WITH_SOFTMAX)
+    }
+    gain = int(spared[_WITH_SOFTMAX] - spared[_WITHOUT_SOFTMAX])
+    if gain < WORTH_SHARE * float(structure.summary(values[None])[0, 0]):
+        return None
+    return (
+        f'Attention is "eager" and keeps its probabilities ({format_bytes(gain)} in a measured step). Made with '
+        'attn_implementation="sdpa", the model keeps none of them wherever a memory-efficient kernel applies.'
+    )

@@ -1,0 +1,45 @@
+"""Advice that is given where it would help, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import Mimose
+from tests.helpers.architectures import ARCHITECTURES
+
+
+def report_of(model: nn.Module, batches: list[Any], optimizer: torch.optim.Optimizer, loss: Any) -> Any:
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        return mimose.report()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_update_that_is_the_peak(foreach: bool) -> None:
+    """Large weights, few activations: the temporaries of a foreach update stand out."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    batches = [torch.randn(rows, 256) for rows in (4, 5, 6, 4)]
+    report = report_of(model, batches, optimizer, lambda model, batch: model(batch).square().mean())
+    assert bool(report.hints) == foreach
+    assert ("foreach=False" in str(report)) == foreach
+    assert report.to_dict()["hints"] == list(report.hints)
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_attention_that_keeps_its_probabilities(kind: str) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    config._attn_implementation = kind
+    model = BertForSequenceClassification(config)
+    batches = ARCHITECTURES["bert"].batches()[:3]
+    batches = [{**batch, "input_ids": batch["input_ids"] % 99} for batch in batches]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    report = report_of(model, batches, optimizer, lambda model, batch: model(**batch).loss)
+    assert any("eager" in hint for hint in report.hints) == (kind == "eager")
