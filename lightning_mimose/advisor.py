@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_mimose.actions.lean.recipes import GRADES
-from lightning_mimose.actions.menu import RECOMPUTE_LEAN, check_actions
+from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN, check_actions
 from lightning_mimose.actions.split import CHUNKS, SPLITS
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
@@ -21,7 +24,7 @@ from lightning_mimose.plan import Plan, PlanCache, Scheduler
 from lightning_mimose.plan.optimal import least_peak_heuristic, smallest_feasible
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker
 
@@ -41,6 +44,8 @@ SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
 TRIAL_SHARE = 1.5
 """What a unit that is tried beside a planned step may take, as a share of its working set."""
+UNSCALED_SHARE = 0.02
+"""What of a unit may not be proportional to the batch, where the batch never varied."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 LEAST_SECONDS = 2.0
@@ -226,12 +231,24 @@ class Advisor:
         least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
-    def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice) -> set[str]:
+    def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice, *, split: bool = False) -> set[str]:
         """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.
 
         In a planned step that is the peak it is predicted to have anyway. In a sheltered one it is the budget, judged
         by the sizes measured so far; a larger size is taken to need quadratically more.
+
+        Args:
+            size: The batch's size.
+            resident: What is resident.
+            advice: What the step will do.
+            split: Whether they run without keeping what they save, but with two results to compare.
         """
+
+        def trial(call: CallShape, value: NDArray[np.float64]) -> float:
+            if split and call.lean >= 0:
+                return float(value[call.lean] + value[call.given] + 2 * value[call.returned])
+            return float(value[call.working])
+
         prediction = self.estimator.predict(dict(size.dims))
         if advice.plan is not None and prediction is not None and advice.predicted_peak_bytes is not None:
             room = advice.predicted_peak_bytes - resident.total_bytes
@@ -239,7 +256,7 @@ class Advisor:
             return {
                 call.unit
                 for call in prediction.structure.calls
-                if call.region and value[call.entry] + TRIAL_SHARE * value[call.working] <= room
+                if call.region and value[call.entry] + TRIAL_SHARE * trial(call, value) <= room
             }
         if advice.plan is not None:
             return set()
@@ -247,10 +264,13 @@ class Advisor:
         for dims, structure, values in self.estimator.observations():
             if dims.keys() != wanted.keys():
                 continue
-            grown = prod(max(1.0, wanted[name] / seen) ** 2 for name, seen in dims.items())
+            # Dimensions of the same lengths are one: tokens and their mask.
+            grown = prod(
+                max(1.0, now / seen) ** 2 for now, seen in {(wanted[name], seen) for name, seen in dims.items()}
+            )
             timeline = self._timeline(Prediction(structure, values, 0.0, False), resident)
             peak = self._shelter_bytes(timeline) - resident.total_bytes
-            largest = max((float(values[call.working]) for call in structure.calls if call.region), default=0.0)
+            largest = max((trial(call, values) for call in structure.calls if call.region), default=0.0)
             if resident.total_bytes + grown * (peak + largest) <= self.budget_bytes:
                 return {call.unit for call in structure.calls if call.region}
         return set()
@@ -302,11 +322,15 @@ class Advisor:
         smaller = {}
         for chunks, action in zip(CHUNKS, SPLITS, strict=True):
             if action in self.actions:
-                rows = prediction.dims.get("batch", 0)
-                part = self.estimator.predict({**prediction.dims, "batch": -(-rows // chunks)}) if rows else None
-                same = part is not None and part.structure == prediction.structure
+                rows = prediction.dims.get("batch", chunks)
+                part_rows = -(-rows // chunks)
+                part = self.estimator.predict({**prediction.dims, "batch": part_rows})
                 # Where the batch never varied, what is known is that activations are proportional to it.
-                smaller[chunks] = part.values if part is not None and same else prediction.values / chunks
+                share = prediction.values * (part_rows / rows + UNSCALED_SHARE)
+                if part is None or part.structure != prediction.structure:
+                    smaller[chunks] = share
+                else:
+                    smaller[chunks] = part.values if part.trusted else np.maximum(part.values, share)
         return Extras(self.link, smaller)
 
     def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
@@ -386,7 +410,8 @@ class Advisor:
             self._surplus_bytes = max(missed, self._surplus_bytes)
         else:
             self._surplus_bytes = int(self._surplus_bytes * 0.9)
-        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and self.estimator.varies):
+        bound = self.estimator.varies or any(action in (OFFLOAD, *SPLITS) for action in dict(plan).values())
+        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
             return
         self.cache.clear()
         self._actual_peaks.clear()

@@ -6,6 +6,7 @@ batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> unit
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,9 @@ class Engine:
 
     def _host_bytes(self, host_budget: str | int | float | None) -> int:
         memory = device_memory(torch.device("cpu"))
-        return memory.free_bytes // 2 if host_budget is None else parse_budget(host_budget).resolve(memory)
+        if host_budget is not None:
+            return parse_budget(host_budget).resolve(memory)
+        return memory.free_bytes // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # every rank takes its own
 
     def _held_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -313,11 +316,14 @@ class Engine:
             )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
-        waiting = self._untried()
-        self.session.tries = set()
+        session, waiting = self.session, self._untried()
+        session.tries, session.split_tries = set(), set()
         if waiting and not step.retried:
-            self.session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
-            self.session.armed = self.session.armed or bool(self.session.tries)
+            session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
+            session.armed = session.armed or bool(session.tries)
+        if session.unsplit and not step.retried:
+            room = self.advisor.room_to_try(step.size, step.resident, step.advice, split=True)
+            session.split_tries = session.unsplit & self.advisor.shelter.keys() & room
 
     def _limit_menu(self) -> None:
         """Plan no action that a unit was not tried with."""
@@ -438,7 +444,7 @@ class Engine:
         self._step = None
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
-        self.session.tries = set()
+        self.session.tries, self.session.split_tries = set(), set()
         self._limit_menu()
         if self.session.surprised:
             self.session.surprised = False
@@ -508,6 +514,7 @@ class Engine:
             self._infeasible(step.size, step.resident, peak, with_reserve(peak), "with every unit recomputed")
 
     def _hint(self, about: str, text: str | None) -> None:
+        self.advisor.hints.pop(about, None)
         if text is not None:
             self.advisor.hints[about] = text
 

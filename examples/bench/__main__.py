@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated names of workloads")
     parser.add_argument("--steps", type=int, default=20, help="batches per epoch")
+    parser.add_argument("--repeats", type=int, default=3, help="frontier: how often each step is timed")
+    parser.add_argument("--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier: budgets, of activation memory")
+    parser.add_argument("--menus", default="all,recompute", help="frontier: which actions plans may use")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     given = parser.parse_args(argv)
     quiet()
@@ -37,7 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "used": lambda: used.rows(names, given.steps),
         "exact": lambda: exact.rows(names),
         "cheap": lambda: cheap.rows(),
-        "frontier": lambda: frontier.rows([n for n in names if n in LARGE], given.steps, given.results),
+        "frontier": lambda: frontier.rows(
+            [n for n in names if n in LARGE],
+            given.steps,
+            given.results,
+            repeats=given.repeats,
+            shares=[float(share) for share in given.shares.split(",")],
+            menus=given.menus.split(","),
+        ),
     }
     broken = False
     for question in QUESTIONS if given.question == "all" else (given.question,):

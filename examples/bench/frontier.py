@@ -24,8 +24,7 @@ from bench.models import Batch, Workload
 from lightning_mimose import BudgetInfeasibleError, Mimose
 from meter import PeakMeter
 
-SHARES = (0.75, 0.6, 0.5, 0.4, 0.33)
-MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"]}
+MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"], "lean": ["lean"]}
 BASE, CONTROL = ("plain", 0.0), ("plain", 1.0)
 
 
@@ -78,7 +77,16 @@ class Runner:
         return found, resident
 
 
-def rows(names: Sequence[str], steps: int, results: Path, repeats: int = 3, seed: int = 11) -> Iterator[dict[str, Any]]:
+def rows(
+    names: Sequence[str],
+    steps: int,
+    results: Path,
+    *,
+    repeats: int,
+    shares: Sequence[float],
+    menus: Sequence[str],
+    seed: int = 11,
+) -> Iterator[dict[str, Any]]:
     """One row per workload, menu and budget; draws the frontier of each workload."""
     for name in names:
         workload = LARGE[name]
@@ -87,9 +95,9 @@ def rows(names: Sequence[str], steps: int, results: Path, repeats: int = 3, seed
         plain.peaks(batches[:2])  # the optimizer's state comes with the first update
         peaks, resident = plain.peaks(batches)
         runners = {
-            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), actions)
-            for menu, actions in MENUS.items()
-            for share in SHARES
+            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), MENUS[menu])
+            for menu in menus
+            for share in shares
         }
         measured, plans = {}, {}
         for key, runner in runners.items():
@@ -154,7 +162,7 @@ def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> 
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for menu, colour in zip(MENUS, ("#0072B2", "#E69F00"), strict=True):
+    for menu, colour in zip(MENUS, ("#0072B2", "#E69F00", "#009E73"), strict=True):
         curve = [(100 * share, 100 * added) for kind, share, added in points if kind == menu]
         if curve:
             axes.plot(*zip(*curve, strict=True), marker="o", color=colour, label=menu)

@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -71,6 +73,10 @@ def _vit() -> nn.Module:
     )
 
 
+def _resnet50() -> nn.Module:
+    return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
+
+
 def _of(name: str, build: object, **changes: object) -> Workload:
     return replace(WORKLOADS[name], build=build, **changes)  # type: ignore[arg-type]
 
@@ -80,5 +86,8 @@ LARGE: dict[str, Workload] = {
     "gpt2": _of("gpt2", _gpt2, dims={"tokens": range(72, 257)}),
     "llama": _of("llama", _llama, dims={"tokens": range(72, 257)}),
     "vit": _of("vit", _vit, dims={"height": range(128, 257, 16), "width": range(128, 257, 16)}),
+    "resnet50": replace(
+        _of("resnet", _resnet50, dims={"height": range(96, 161, 32), "width": range(96, 161, 32)}), name="resnet50"
+    ),
 }
 """Every workload by name."""

@@ -2,16 +2,19 @@
 
 Copies are made of whole storages, when the forward returns: what happens to a tensor until then is what autograd would
 have kept, and tensors that share memory share a copy. On CUDA they run on a stream of their own, beside the forward of
-the next unit; they are fetched when the backward of the unit that ran next begins, beside that. Elsewhere the same
-code runs without streams. Arguments, parameters and buffers stay: somebody else holds them anyway.
+the next unit; when that is over the copies are waited for and the originals let go of. They are fetched when the
+backward of the unit that ran next begins, beside that. Elsewhere the same code runs without streams. Arguments,
+parameters and buffers stay: somebody else holds them anyway.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,27 +40,45 @@ class HostMemory:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
+        self._used_bytes = 0
         self._lock = threading.Lock()
+        self._freed: deque[int] = deque()
+        """What finalisers gave back: they may run anywhere, also where the lock is held."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What copies take now."""
+        with self._lock:
+            self._drain()
+            return self._used_bytes
+
+    def _drain(self) -> None:
+        while self._freed:
+            self._used_bytes -= self._freed.popleft()
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """Memory for a copy; None if there is none left."""
         with self._lock:
-            if self.used_bytes + nbytes > self.budget_bytes:
+            self._drain()
+            if self._used_bytes + _taken(nbytes, device) > self.budget_bytes:
                 return None
-            self.used_bytes += nbytes
+            self._used_bytes += _taken(nbytes, device)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, nbytes: int, device: torch.device) -> None:
         """A copy is gone."""
-        with self._lock:
-            self.used_bytes -= nbytes
+        self._freed.append(_taken(nbytes, device))
+
+
+def _taken(nbytes: int, device: torch.device) -> int:
+    """Torch rounds page-locked memory up to powers of two."""
+    return 1 << (nbytes - 1).bit_length() if device.type == "cuda" else nbytes
 
 
 class Moved(Rebuilt):
-    """The bytes of a storage: where they were until they are moved, in host memory afterwards."""
+    """The bytes of a storage: where they were until they are let go of, in host memory afterwards."""
 
-    __slots__ = ("_arrived", "_device", "_host", "_memory", "_storage", "_stream")
+    __slots__ = ("_arrived", "_copied", "_device", "_host", "_memory", "_storage", "_stream")
 
     def __init__(self, storage: torch.UntypedStorage, memory: HostMemory) -> None:
         super().__init__(storage.nbytes(), (storage.nbytes(),), 0)
@@ -65,14 +86,15 @@ class Moved(Rebuilt):
         self._device, self._memory = storage.device, memory
         self._host: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
         self._arrived: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def __del__(self) -> None:
         if self._host is not None:
-            self._memory.give_back(self.nbytes)
+            self._memory.give_back(self.nbytes, self._device)
 
     def move(self, stream: torch.cuda.Stream | None) -> bool:
-        """Copy to the host, and let go of the storage; False if there is no room for it."""
+        """Begin to copy to the host; False if there is no room for it."""
         assert self._storage is not None
         host = self._memory.take(self.nbytes, self._device)
         if host is None:
@@ -84,43 +106,58 @@ class Moved(Rebuilt):
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 host.copy_(here, non_blocking=True)
-            here.record_stream(stream)  # its memory is not given to others before the copy is done
-        self._host, self._stream, self._storage = host, stream, None
+                self._copied = stream.record_event()
+        self._host, self._stream = host, stream
         return True
+
+    def leave(self) -> None:
+        """Let go of the original: what comes after, on the stream that wrote it, waits for the copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        self._storage = None
 
     def fetch(self) -> None:
         """Begin to copy back."""
-        if self._host is None or self._arrived is not None or self._memo is not None:
+        if self._storage is not None or self._arrived is not None or self._memo is not None:
             return
+        assert self._host is not None
         if self._stream is None:
             self._arrived = self._host.to(self._device, copy=True), None
             return
+        now = torch.cuda.current_stream(self._device)
+        back = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            back = self._host.to(self._device, non_blocking=True)
+            back.copy_(self._host, non_blocking=True)
             self._arrived = back, self._stream.record_event()
 
     def _made(self) -> torch.Tensor:
         if self._storage is not None:
             return _bytes_of(self._storage)
         self.fetch()
-        assert self._arrived is not None
+        back = self._arrive()
+        assert back is not None
+        return back
+
+    def _arrive(self) -> torch.Tensor | None:
+        """What is on its way, once it is there: its memory must not go to others before."""
+        if self._arrived is None:
+            return None
         (back, event), self._arrived = self._arrived, None
         if event is not None:
-            now = torch.cuda.current_stream(self._device)
-            now.wait_event(event)
-            back.record_stream(now)
+            torch.cuda.current_stream(self._device).wait_event(event)
         return back
 
     def forget(self) -> None:
         """Let go of what came back."""
         super().forget()
-        self._arrived = None
+        self._arrive()
 
 
 class Window(Handle):
     """A saved tensor: where it lies in a storage that may be moved."""
 
-    __slots__ = ("_dtype", "_geometry", "_kept", "moved")
+    __slots__ = ("__weakref__", "_dtype", "_geometry", "_kept", "moved")
 
     def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), 0)
@@ -151,27 +188,50 @@ class Window(Handle):
         return flat[:whole].view(self._dtype).as_strided(*self._geometry)
 
 
+@dataclass
+class _Group:
+    """What one unit saved."""
+
+    moved: list[weakref.ref[Moved]] = field(default_factory=list)
+    windows: list[weakref.ref[Window]] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Let go of the originals, but for those that were changed since: autograd refuses them in backward."""
+        windows = [window for ref in self.windows if (window := ref()) is not None]
+        changed = {id(window.moved) for window in windows if not window.is_intact}
+        for window in windows:
+            if id(window.moved) not in changed:
+                window.leave()
+        for ref in self.moved:
+            moved = ref()
+            if moved is not None and id(moved) not in changed:
+                moved.leave()
+
+
 class Offloader:
     """Moves what units saved; a unit's copies are fetched when the backward of the one that ran after it begins.
 
     Args:
         memory: Where copies go.
-        device: Where the step runs.
+        device: Where the step runs; tensors elsewhere stay where they are.
     """
 
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
-        self._memory = memory
+        self._memory, self._device = memory, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._moved: list[weakref.ref[Moved]] = []
-        self._waiting: list[weakref.ref[Moved]] = []
+        self._latest, self._waiting = _Group(), _Group()
 
     def begin(self) -> None:
         """A step begins."""
-        self._moved, self._waiting = [], []
+        self._latest, self._waiting = _Group(), _Group()
+
+    def _is_here(self, device: torch.device) -> bool:
+        mine = self._device
+        return device.type == mine.type and (mine.index is None or device.index == mine.index)
 
     @contextmanager
     def around(self, held: Iterable[Any]) -> Iterator[None]:
-        """Around a unit's forward; what it saved is moved afterwards.
+        """Around a unit's forward; what it saved is copied afterwards.
 
         Args:
             held: Tensors that somebody else keeps alive: arguments, parameters, buffers.
@@ -181,13 +241,13 @@ class Offloader:
         windows: list[Window] = []
 
         def pack(tensor: torch.Tensor) -> Handle | Use:
-            if not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            if not _is_plain(tensor) or not self._is_here(tensor.device) or _is_leaf(tensor):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALL_BYTES or storage._cdata in kept:
                 return Kept(tensor)
             moved = storages.get(storage._cdata)
-            if moved is None:  # by its address: it lives until it is moved
+            if moved is None:  # by its address: it lives until the unit is done
                 moved = storages[storage._cdata] = Moved(storage, self._memory)
             window = Window(moved, tensor)
             windows.append(window)
@@ -195,23 +255,24 @@ class Offloader:
 
         with saved_tensors_hooks(pack, unpack):
             yield
-        # A tensor that was changed since is kept, to be refused in backward as autograd does it.
+        # A tensor that was changed in the unit is kept, to be refused in backward as autograd does it.
         changed = {id(window.moved) for window in windows if not window.is_intact}
         gone = [moved for moved in storages.values() if id(moved) not in changed and moved.move(self._stream)]
-        moved_away = {id(moved) for moved in gone}
-        for window in windows:
-            if id(window.moved) in moved_away:
-                window.leave()
-        self._moved = [weakref.ref(moved) for moved in gone]
+        numbers = set(map(id, gone))
+        self._latest = _Group(
+            [weakref.ref(moved) for moved in gone],
+            [weakref.ref(window) for window in windows if id(window.moved) in numbers],
+        )
 
     def ran(self, out: Any) -> None:
-        """A unit has run: when backward reaches what it returned, fetch what the unit before it had saved."""
-        waiting, self._waiting, self._moved = self._waiting, self._moved, []
-        if not waiting:
+        """A unit has run: what the one before it saved is on the host now, and fetched when backward reaches this."""
+        waiting, self._waiting, self._latest = self._waiting, self._latest, _Group()
+        if not waiting.moved:
             return
+        waiting.leave()
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(partial(_fetch, waiting))
+                leaf.grad_fn.register_prehook(partial(_fetch, waiting.moved))
 
 
 def _fetch(waiting: list[weakref.ref[Moved]], _: Any) -> None:
@@ -238,4 +299,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return strided and not tensor.is_nested and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one, whoever holds it."""
+    base = tensor._base if tensor._is_view() else None
+    base = tensor if base is None else base
+    return base.requires_grad and base.grad_fn is None

@@ -248,7 +248,7 @@ def _run(
         stack.enter_context(running_again())
         stack.enter_context(_without_forward_hooks(state.modules()))
         if lean is not None:
-            lean.hold([*copies, *state.buffers()])
+            lean.hold(state.buffers(), copies)
             stack.callback(lean.close)
             stack.enter_context(lean.constants())
         stack.enter_context(saved_tensors_hooks(_both(trial, lean), _never))

@@ -90,6 +90,7 @@ def recompute(
     for i in where:
         leaves[i] = None
     before: Saved = []
+    early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
         nonlocal before
@@ -106,15 +107,14 @@ def recompute(
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
-        watched = observer.recompute_run() if observer else _stopped_in_torchscript()
-        with state.restored(before), running_again(), watched:
+        watched = observer.recompute_run() if observer else nullcontext()
+        with state.restored(before), running_again(), _stopped_in_torchscript() if early else nullcontext(), watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out)
             return out
         return None
 
-    early = observer is None or observer.stops_early
     if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:
         return checkpoint(region, *tensors, use_reentrant=False, early_stop=early)
     with set_checkpoint_early_stop(early):

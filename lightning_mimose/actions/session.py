@@ -22,7 +22,7 @@ from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
 from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
-from lightning_mimose.actions.split import CHUNKS, SPLITS, Divisible, run_split
+from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.units import Unit, is_compiled
@@ -55,6 +55,8 @@ class Session:
         different: Unit -> the operations whose results it was.
         offloader: Moves what units save to host memory, if that may be planned.
         splits: Whether splitting may be planned, so that units are tried for it.
+        unsplit: Units for which that was not tried yet, or not with arguments such as they have now.
+        split_tries: Units for which this step has the memory to try it.
         divisible: Units that can be split.
         indivisible: Unit -> why it cannot be.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
@@ -79,6 +81,8 @@ class Session:
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
     offloader: Offloader | None = None
     splits: bool = False
+    unsplit: set[str] = field(default_factory=set)
+    split_tries: set[str] = field(default_factory=set)
     divisible: set[str] = field(default_factory=set)
     indivisible: dict[str, str] = field(default_factory=dict)
     learning_steps: int = 0
@@ -116,6 +120,9 @@ class Session:
         waiting = list(reversed(list(actions.items())))
         while waiting:
             name, action = waiting.pop()
+            changed = self.refused.get(name) == CHANGES_INPUT and action in GRADES
+            if changed:
+                continue  # its recipes may need that input again
             if name in self.refused and action in REPEATING:
                 waiting.extend((part, action) for part in reversed(self.parts.get(name, ())))
             else:
@@ -151,7 +158,9 @@ class _Calls:
         self._state = WrittenState(unit.module)
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
-        self._divisible = Divisible()
+        self._divisible = Divisible(self._state)
+        if session.splits:
+            session.unsplit.add(unit.name)
         if self._may_be_lean():
             session.untried.add(unit.name)
 
@@ -213,38 +222,55 @@ class _Calls:
             return False
         if name in session.tries:
             self._try_recipes(self._state, args, kwargs)
-        if session.splits and session.recorder is not None and not self._divisible.known(args, kwargs):
+        if name in session.split_tries:
             self._try_splitting(args, kwargs)
         return True
 
-    def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out whether the unit can be split, beside a step that learns."""
+    def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
+        """Find out beside the step whether the unit can be split."""
         session = self._session
-        assert session.recorder is not None
-        with session.recorder.aside():
-            session.inside += 1
-            try:
-                self._divisible.learn(self._original, args, kwargs, self._state)
-            finally:
-                session.inside -= 1
-        if self._divisible.reason is None:
+        session.split_tries.discard(self._name)
+        session.unsplit.discard(self._name)  # once: what is out of memory now would be again
+        found = self._divisible.known(args, kwargs)
+        if found is None:
+            session.compared = True
+            with session.recorder.aside() if session.recorder is not None else nullcontext():
+                session.armed = False  # nested units are nobody's business here
+                try:
+                    found = self._divisible.learn(self._original, args, kwargs)
+                finally:
+                    session.armed = True
+        if isinstance(found, Seam):
             session.divisible.add(self._name)
+            session.indivisible.pop(self._name, None)
+            return found
+        if found is None:  # a batch of one
+            session.unsplit.add(self._name)
         else:
-            session.divisible.discard(self._name)
-            session.indivisible[self._name] = self._divisible.reason
+            self._refuse_split(found)
+        return None
+
+    def _refuse_split(self, reason: str) -> None:
+        self._session.divisible.discard(self._name)
+        self._session.indivisible[self._name] = reason
 
     def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self._session
-        leaves = tree_leaves((args, kwargs))
-        seam = self._divisible.seam(args, kwargs, self._state)
-        if seam is None:  # arguments of another form than those that were tried
-            return self._recomputed(leaves, args, kwargs)
-        self._note_given(leaves)
-        session.inside += 1
-        try:
-            return run_split(self._original, args, kwargs, seam, chunks, self._state)
-        finally:
-            session.inside -= 1
+        session, leaves = self._session, tree_leaves((args, kwargs))
+        # Arguments may have another form than those that were tried (a mask, where there was none), or the unit
+        # another mode: to run it both ways now takes less memory than to recompute it as a whole.
+        seam = self._try_splitting(args, kwargs)
+        if seam is not None:
+            self._note_given(leaves)
+            session.inside += 1
+            try:
+                return run_split(self._original, args, kwargs, seam, chunks, self._state)
+            except CannotSplitError as error:
+                self._divisible.refuse(args, kwargs, str(error))
+                self._refuse_split(str(error))
+            finally:
+                session.inside -= 1
+        session.compared = True  # more than was planned: nothing is to be learnt from this step
+        return self._recomputed(leaves, args, kwargs)
 
     def _note_given(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -253,7 +279,7 @@ class _Calls:
 
     def _try_recipes(self, state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare every recipe with its tensor, beside the step."""
-        session, differed = self._session, len(self._sites.different)
+        session = self._session
         session.tries.discard(self._name)
         session.compared = True
         with session.recorder.aside() if session.recorder is not None else nullcontext():
@@ -261,14 +287,16 @@ class _Calls:
             tried = try_recipes(self._name, self._original, args, kwargs, state, self._enter, lean)
         if tried:
             session.untried.discard(self._name)
-        self._note_different(differed)
+        self._learn_from(lean)
 
-    def _note_different(self, before: int) -> None:
-        different = self._sites.different
-        if len(different) > before:
-            self._session.surprised = True
+    def _learn_from(self, saves: LeanSaves) -> None:
+        """Take over what comparisons have shown."""
+        session, different = self._session, self._sites.different
+        session.compared |= saves.compared
+        if saves.differed:
+            session.surprised = True
             names = {place.made_by or "a mask" for place in different}
-            self._session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
+            session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
 
     def _enter(self, trial: Trial | None) -> None:
         self._session.trial = trial
@@ -298,13 +326,17 @@ class _Calls:
         session = self._session
         session.inside += 1
         try:
-            differed = len(self._sites.different)
-            held = (*tree_leaves((args, kwargs)), *self._state.buffers())
-            saves = LeanSaves(self._sites, grade, leaves=self._state.parameters(), held=held)
+            saves = LeanSaves(
+                self._sites,
+                grade,
+                leaves=self._state.parameters(),
+                held=self._state.buffers(),
+                given=tree_leaves((args, kwargs)),
+            )
             with saves.active():
                 out = self._original(*args, **kwargs)
-            session.compared |= saves.compared
-            self._note_different(differed)
+            self._learn_from(saves)
+            self._note_given(saves.borrowed)
             return out
         finally:
             session.inside -= 1
@@ -314,12 +346,12 @@ class _Calls:
     ) -> Any:
         name, session, original = self._name, self._session, self._original
         recorder = session.recorder
-        held = (*leaves, *self._state.buffers())
-        survey = LeanSurvey(self._sites, held) if recorder is not None and self._may_be_lean() else None
+        held = self._state.buffers()
+        survey = LeanSurvey(self._sites, held, leaves) if recorder is not None and self._may_be_lean() else None
         region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
         observer: RegionObserver | None = region
         if lean and region is None and name not in session.untried and self._may_be_lean():
-            observer = LeanRegion(self._sites, ATTENTION, self._state.parameters, held)
+            observer = LeanRegion(self._sites, ATTENTION, self._state.parameters, held, leaves, self._learn_from)
         self._note_given(leaves)
         out: Any = None
         ran = False

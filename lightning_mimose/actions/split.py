@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.recompute import recompute
@@ -28,9 +28,15 @@ ROWS_MIX = "its results for a part of the batch are not those for the whole batc
 RANDOM = "it draws random numbers"
 WRITES = "its forward writes state"
 HOOKS = "hooks of modules inside it would see parts of the batch"
+FILLS = "it fills a container that it is given"
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Share of the largest result by which results may differ."""
+_COMPARABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class CannotSplitError(Exception):
+    """A unit turned out not to be divisible; the message says why."""
 
 
 class Seam(NamedTuple):
@@ -47,80 +53,93 @@ class Seam(NamedTuple):
 
 
 class Divisible:
-    """What is known of splitting one unit, for each form of its arguments.
+    """What is known of splitting one unit, for each mode and form of its arguments.
 
-    Attributes:
-        reason: Why it cannot be split; None as long as nothing was found.
+    Args:
+        state: What the unit is known to write.
     """
 
-    def __init__(self) -> None:
-        self._seams: dict[tuple[TreeSpec, tuple[Any, ...]], Seam] = {}
-        self.reason: str | None = None
+    def __init__(self, state: WrittenState) -> None:
+        self._state = state
+        self._known: dict[Any, Seam | str] = {}
 
-    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether arguments of this form were tried, or need not be."""
-        leaves, spec = tree_flatten((args, kwargs))
-        return self.reason is not None or (spec, _form(leaves)) in self._seams
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | str | None:
+        """How to split a call with these arguments, or why it cannot be; None if that was not tried."""
+        if _hooked(self._state):
+            return HOOKS
+        return self._known.get(self._key(args, kwargs))
 
-    def seam(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState) -> Seam | None:
-        """How to split a call with these arguments; None if it cannot be."""
-        leaves, spec = tree_flatten((args, kwargs))
-        if self.reason is not None or _rows(leaves) < 2 or _hooked(state):
-            return None
-        return self._seams.get((spec, _form(leaves)))
+    def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
+        """Never split a call with such arguments."""
+        self._known[self._key(args, kwargs)] = reason
 
-    def learn(
-        self,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: WrittenState,
-    ) -> None:
+    def learn(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | str | None:
         """Run the unit as a whole and in two parts, without gradients, and compare.
 
         Args:
             original: Its own forward.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            state: What it is known to write.
+
+        Returns:
+            As `known`; None if there is but one row.
         """
+        if _rows(tree_flatten((args, kwargs))[0]) < 2:
+            return None
+        try:
+            found: Seam | str = HOOKS if _hooked(self._state) else self._tried(original, args, kwargs)
+        except CannotSplitError as error:
+            found = str(error)
+        except MimoseError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            found = f"it cannot run on a part of the batch ({type(error).__name__}: {error})"
+        if found != HOOKS:  # which may go again
+            self._known[self._key(args, kwargs)] = found
+        return found
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What tells calls apart: modes, and of the arguments which are tensors with the batch's rows, and values."""
         leaves, spec = tree_flatten((args, kwargs))
         rows = _rows(leaves)
-        if rows < 2:
-            return
-        if _hooked(state):
-            self.reason = HOOKS
-            return
+        form = tuple(
+            (leaf.dim(), leaf.dim() > 0 and leaf.shape[0] == rows)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if isinstance(leaf, _COMPARABLE)
+            else type(leaf)
+            for leaf in leaves
+        )
+        return spec, form, tuple([module.training for module in self._state.modules()])
+
+    def _tried(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | str:
+        leaves, spec = tree_flatten((args, kwargs))
+        rows = _rows(leaves)
         cut = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves)
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
         generators = [torch.random.get_rng_state, *(lambda d=d: torch.cuda.get_rng_state(d) for d in devices)]
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), running_again():
-            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.random.fork_rng(devices=devices), running_again():
+            copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             drawn = [get() for get in generators]
-            before = state.before_forward()
+            before = self._state.before_forward()
             try:
-                whole = _run(original, copies, spec)
-                parts = [_run(original, part, spec) for part in _parts(copies, cut, -(-rows // 2))]
-            except MimoseError:
-                raise
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                self.reason = f"it cannot run on a part of the batch ({type(error).__name__}: {error})"
-                return
+                with torch.no_grad():
+                    whole = _run(original, copies, spec)
+                    joined = _compared(
+                        whole, (_run(original, part, spec) for part in _parts(copies, cut, -(-rows // 2)))
+                    )
+                if False in joined and _depends(original, copies, cut, spec, joined):
+                    joined = [None]
             finally:
-                written = state.after_forward(before)
+                written = self._state.after_forward(before)
                 put_back(written)
             if any(not torch.equal(old, get()) for old, get in zip(drawn, generators, strict=True)):
-                self.reason = RANDOM
-            elif written:
-                self.reason = WRITES
-            else:
-                joined = [_joined(one, others, rows) for one, *others in zip(whole, *parts, strict=False)]
-                if None in joined or any(len(part) != len(whole) for part in parts):
-                    self.reason = ROWS_MIX
-                else:
-                    self._seams[spec, _form(leaves)] = Seam(cut, tuple(map(bool, joined)))
+                return RANDOM
+        if written:
+            return WRITES
+        return ROWS_MIX if None in joined else Seam(cut, tuple(map(bool, joined)))
 
 
 def run_split(
@@ -140,17 +159,25 @@ def run_split(
         seam: Where to cut.
         chunks: Into how many parts at most.
         state: The unit's written state; nothing is in it but what other modes write.
+
+    Raises:
+        CannotSplitError: The parts do not fit together after all. Nothing has changed but what a part filled.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    given = _parts(leaves, seam.cut, -(-_rows(leaves) // chunks))
     outs, shape = [], None
-    for part in given:
+    for part in _parts(leaves, seam.cut, -(-_rows(leaves) // chunks)):
         part_args, part_kwargs = tree_unflatten(part, spec)
-        found, shape = tree_flatten(recompute(original, part_args, part_kwargs, state))
+        found, found_shape = tree_flatten(recompute(original, part_args, part_kwargs, state))
+        _refuse_filled(part, spec, part_args, part_kwargs)
+        if len(found) != len(seam.joined) or (shape is not None and found_shape != shape):
+            raise CannotSplitError(ROWS_MIX)
+        shape = found_shape
         outs.append(found)
-    assert shape is not None
-    columns = zip(zip(*outs, strict=True), seam.joined, strict=True)
+    columns = list(zip(zip(*outs, strict=True), seam.joined, strict=True))
+    if any(is_joined and len({each.shape[1:] for each in column}) > 1 for column, is_joined in columns):
+        raise CannotSplitError("the shape of its results depends on what is in the batch")
     whole = [torch.cat(column) if is_joined else column[0] for column, is_joined in columns]
+    assert shape is not None
     return tree_unflatten(whole, shape)
 
 
@@ -159,19 +186,6 @@ def _rows(leaves: Sequence[Any]) -> int:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     flowing = [leaf for leaf in tensors if leaf.requires_grad]
     return int((flowing or tensors)[0].shape[0]) if tensors else 0
-
-
-def _form(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells forms of arguments apart: of tensors whether they have the batch's rows, and other values."""
-    rows = _rows(leaves)
-    return tuple(
-        (leaf.dim(), leaf.dim() > 0 and leaf.shape[0] == rows)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, (bool, str, type(None)))
-        else type(leaf)
-        for leaf in leaves
-    )
 
 
 def _parts(leaves: Sequence[Any], cut: Sequence[bool], rows: int) -> list[list[Any]]:
@@ -183,23 +197,76 @@ def _parts(leaves: Sequence[Any], cut: Sequence[bool], rows: int) -> list[list[A
     ]
 
 
-def _run(original: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+def _run(original: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> list[Any]:
     args, kwargs = tree_unflatten(list(leaves), spec)
-    return tree_flatten(original(*args, **kwargs))[0]
+    out = tree_flatten(original(*args, **kwargs))[0]
+    _refuse_filled(leaves, spec, args, kwargs)
+    return out
 
 
-def _joined(one: Any, others: Sequence[Any], rows: int) -> bool | None:
-    """Whether a result is put together from those of the parts, or is the same in each; None if neither."""
-    if not isinstance(one, torch.Tensor):
-        return None if any(isinstance(other, torch.Tensor) or other != one for other in others) else False
-    if not all(isinstance(other, torch.Tensor) and other.dtype == one.dtype for other in others):
-        return None
-    if all(other.shape == one.shape and torch.equal(other, one) for other in others):
-        return False
-    if not one.dim() or one.shape[0] != rows or any(other.shape[1:] != one.shape[1:] for other in others):
-        return None
-    together = torch.cat(list(others))
-    return True if together.shape == one.shape and _close(one, together) else None
+def _refuse_filled(leaves: Sequence[Any], spec: Any, args: Any, kwargs: Any) -> None:
+    """What a part puts into a list that it is given would be lost: it was given one of its own."""
+    after, spec_after = tree_flatten((args, kwargs))
+    if spec_after != spec or any(one is not other for one, other in zip(leaves, after, strict=True)):
+        raise CannotSplitError(FILLS)
+
+
+def _compared(whole: Sequence[Any], parts: Any) -> list[bool | None]:
+    """For every result whether it is put together from those of the parts, or is the same in each; None if neither.
+
+    One part is there at a time, for results may be as large as all else.
+    """
+    same, joined, row = [True] * len(whole), [True] * len(whole), [0] * len(whole)
+    for part in parts:
+        if len(part) != len(whole):
+            return [None]
+        for i, (one, other) in enumerate(zip(whole, part, strict=True)):
+            if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
+                return [None]
+            if not isinstance(one, torch.Tensor):
+                same[i] = same[i] and isinstance(one, _COMPARABLE) and type(one) is type(other) and one == other
+                joined[i] = False
+                continue
+            same[i] = same[i] and one.shape == other.shape and torch.equal(one, other)
+            rows = other.shape[0] if other.dim() else 0
+            joined[i] = (
+                joined[i]
+                and bool(one.dim())
+                and bool(other.dim())
+                and one.dtype == other.dtype
+                and one[row[i] : row[i] + rows].shape == other.shape
+                and _close(one[row[i] : row[i] + rows], other)
+            )
+            row[i] += rows
+    found: list[bool | None] = []
+    for i, one in enumerate(whole):
+        ends = isinstance(one, torch.Tensor) and one.dim() > 0 and row[i] == one.shape[0]
+        found.append(False if same[i] else True if joined[i] and ends else None)
+    return found
+
+
+def _depends(
+    original: Callable[..., Any], leaves: Sequence[Any], cut: Sequence[bool], spec: Any, joined: Sequence[bool | None]
+) -> bool:
+    """Whether a result that came out the same for all parts depends on what is in them: tried with one row.
+
+    What is multiplied by a weight that is still zero is the same for everybody.
+    """
+    row, flowing = [], []
+    for leaf, is_cut in zip(leaves, cut, strict=True):
+        one = leaf[:1].detach() if is_cut else leaf
+        if is_cut and (one.is_floating_point() or one.is_complex()):
+            flowing.append(one.requires_grad_())
+            one = one.view_as(one)  # no leaf: a unit may write into what it is given
+        row.append(one)
+    with torch.enable_grad():
+        out = _run(original, row, spec)
+        shared = [result for result, is_joined in zip(out, joined, strict=True) if is_joined is False]
+        made = [result for result in shared if isinstance(result, torch.Tensor) and result.requires_grad]
+        if not flowing or not made:
+            return False
+        found = torch.autograd.grad([result.sum() for result in made], flowing, allow_unused=True)
+    return any(gradient is not None for gradient in found)
 
 
 def _hooked(state: WrittenState) -> bool:
@@ -210,5 +277,5 @@ def _hooked(state: WrittenState) -> bool:
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype not in _TOLERANCE:
         return torch.equal(one, other)
-    largest = one.nan_to_num(0, 0, 0).abs().max().item() if one.numel() else 0.0
+    largest = max(float(one.nan_to_num(0, 0, 0).abs().max()), 0.0) if one.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=_TOLERANCE[one.dtype] * largest, equal_nan=True)

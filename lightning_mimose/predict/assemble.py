@@ -293,7 +293,7 @@ class _Assembly:
                 apart = (self.level[inside] - value[call.before_backward]) - (
                     small[column[inside]] - small[call.before_backward]
                 )
-                row[inside] = apart - more
+                row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
             flops = self._recomputing(unit, saved) + chunks * REBUILDING_FLOPS * len(members)
             self._add(index, f"split{chunks}", flops, row)

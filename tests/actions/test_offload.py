@@ -27,6 +27,7 @@ def moved(function: Function, *inputs: Tensor, memory: HostMemory | None = None)
     with offloader.around(inputs):
         out = function(*inputs)
     offloader.ran(out)
+    offloader.ran(None)  # the next unit: from here on the originals are gone
     return out
 
 
@@ -108,6 +109,27 @@ def test_arguments_parameters_and_small_tensors_stay() -> None:
     assert memory.used_bytes == 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_change_while_the_copy_may_still_run(late: bool) -> None:
+    """The unit that runs next writes over a result: refused, as without. Once it is through, nothing can be harmed."""
+    offloader, x = Offloader(HostMemory(1 << 30), CPU), matrix()
+    offloader.begin()
+    with offloader.around([x]):
+        out = x.cumsum(0).tanh()
+    offloader.ran(out)
+    if late:
+        offloader.ran(None)
+    with torch.no_grad():
+        out.zero_()
+    if not late:
+        offloader.ran(None)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), x)
+    else:
+        plain = torch.autograd.grad(x.cumsum(0).tanh().sum(), x)
+        assert torch.equal(plain[0], torch.autograd.grad(out.sum(), x)[0])
+
+
 @pytest.mark.parametrize("change", [lambda h: h.mul_(2), lambda h: h.detach().mul_(2), lambda h: h[:3].zero_()])
 def test_a_change_in_place_is_refused_as_without(change: Callable[[Tensor], object]) -> None:
     def function(x: Tensor) -> Tensor:
@@ -167,7 +189,7 @@ def test_copies_are_fetched_before_they_are_needed() -> None:
     with offloader.around([x, w]):
         first = chain(x, w)
     offloader.ran(first)
-    copies = [ref() for ref in offloader._waiting]
+    copies = [ref() for ref in offloader._waiting.moved]
     second = chain(first, w)
     offloader.ran(second)
     assert copies

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mimose.actions.split import RANDOM, ROWS_MIX, WRITES, Divisible, run_split
+from lightning_mimose.actions.split import (
+    FILLS,
+    HOOKS,
+    RANDOM,
+    ROWS_MIX,
+    WRITES,
+    CannotSplitError,
+    Divisible,
+    Seam,
+    run_split,
+)
 from lightning_mimose.actions.state import WrittenState
 
 
@@ -74,9 +84,13 @@ class Sized(Block):
         return super().forward(x)
 
 
+def own(block: nn.Module) -> Any:
+    return type(block).forward.__get__(block)
+
+
 def learn(block: nn.Module, *args: Any, **kwargs: Any) -> Divisible:
-    known = Divisible()
-    known.learn(type(block).forward.__get__(block), args, kwargs, WrittenState(block))
+    known = Divisible(WrittenState(block))
+    known.learn(own(block), args, kwargs)
     return known
 
 
@@ -99,48 +113,122 @@ def gradients(out: Any, block: nn.Module, x: Tensor) -> list[Tensor]:
 )
 def test_the_same_results_and_gradients(make: type[nn.Module], more: tuple[Any, ...], chunks: int) -> None:
     block, x = make(), torch.randn(12, 16, requires_grad=True)
-    forward, state = type(block).forward.__get__(block), WrittenState(block)
-    seam = learn(block, x, *more).seam((x, *more), {}, state)
-    assert seam is not None
-    whole = gradients(forward(x, *more), block, x)
-    parts = gradients(run_split(forward, (x, *more), {}, seam, chunks, state), block, x)
+    seam = learn(block, x, *more).known((x, *more), {})
+    assert isinstance(seam, Seam)
+    whole = gradients(own(block)(x, *more), block, x)
+    parts = gradients(run_split(own(block), (x, *more), {}, seam, chunks, WrittenState(block)), block, x)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+class Filling(Block):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Any:
+        losses.append(x.mean())
+        return super().forward(x)
+
+
+class Gated(Block):
+    """Its second result is 0 for everybody, until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.gate * x.square().mean()
+
+
+class Record:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor == other.tensor
+
+
+class Recording(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), Record(x)
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"),
-    [(Normed, WRITES), (Dropping, RANDOM), (Centred, ROWS_MIX), (Mean, ROWS_MIX), (Sized, "cannot run on a part")],
+    ("make", "more", "reason"),
+    [
+        (Normed, (), WRITES),
+        (Dropping, (), RANDOM),
+        (Centred, (), ROWS_MIX),
+        (Mean, (), ROWS_MIX),
+        (Gated, (), ROWS_MIX),
+        (Recording, (), ROWS_MIX),
+        (Filling, ([],), FILLS),
+        (Sized, (), "cannot run on a part"),
+    ],
 )
-def test_what_cannot_be_split(make: type[nn.Module], reason: str) -> None:
-    """It is found out without a trace: no number drawn, no statistic moved."""
+def test_what_cannot_be_split(make: type[nn.Module], more: tuple[Any, ...], reason: str) -> None:
+    """It is found out without a trace: no number drawn, no statistic moved, nothing collected."""
     block, x = make(), torch.randn(12, 16, requires_grad=True)
     before = {name: value.clone() for name, value in block.state_dict().items()}
     drawn = torch.get_rng_state()
-    known = learn(block, x)
-    assert known.reason is not None
-    assert reason in known.reason
-    assert known.seam((x,), {}, WrittenState(block)) is None
+    found = learn(block, x, *more).known((x, *more), {})
+    assert isinstance(found, str)
+    assert reason in found
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+    assert not any(more)
 
 
 def test_arguments_of_another_form_are_tried_anew() -> None:
     """A mask for all rows, and one with a row for each, are not cut alike."""
-    block, x, state = Masked(), torch.randn(12, 16, requires_grad=True), WrittenState(Masked())
+    block, x = Masked(), torch.randn(12, 16, requires_grad=True)
     known = learn(block, x, torch.rand(16) > 0.5)
-    assert known.known((x, torch.rand(16) > 0.5), {})
-    assert not known.known((x, torch.rand(12, 16) > 0.5), {})
-    assert known.seam((x, torch.rand(12, 16) > 0.5), {}, state) is None
-    assert known.seam((x[:1], torch.rand(16) > 0.5), {}, state) is None  # one row
+    assert isinstance(known.known((x, torch.rand(16) > 0.5), {}), Seam)
+    assert known.known((x, torch.rand(12, 16) > 0.5), {}) is None
+    assert known.known((x, torch.rand(16) > 0.5, 2.0), {}) is None
+
+
+def test_another_mode_is_tried_anew() -> None:
+    """A norm that is frozen in eval mode can be split, and one that is not cannot."""
+    block, x = Normed().eval(), torch.randn(12, 16, requires_grad=True)
+    known = learn(block, x)
+    assert isinstance(known.known((x,), {}), Seam)
+    block.train()
+    assert known.known((x,), {}) is None
+    assert known.learn(own(block), (x,), {}) == WRITES
+    block.eval()
+    assert isinstance(known.known((x,), {}), Seam)
+
+
+def test_one_row() -> None:
+    block, x = Block(), torch.randn(1, 16, requires_grad=True)
+    assert learn(block, x).known((x,), {}) is None
+
+
+class Trimming(Block):
+    """Results are as long as the longest row."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[:, : int((x > 0).sum(1).max())]
+
+
+def test_parts_that_do_not_fit_together_after_all() -> None:
+    block = Trimming()
+    even = torch.ones(12, 16, requires_grad=True)
+    known = learn(block, even)
+    seam = known.known((even,), {})
+    assert isinstance(seam, Seam)
+    uneven = torch.ones(12, 16).tril(2).requires_grad_()
+    with pytest.raises(CannotSplitError, match="shape"):
+        run_split(own(block), (uneven,), {}, seam, 2, WrittenState(block))
+    known.refuse((uneven,), {}, "why not")
+    assert known.known((uneven,), {}) == "why not"
 
 
 def test_somebody_listening_inside() -> None:
     """Hugging Face collects router logits by hooks on submodules: they would come in parts."""
     block, x = Block(), torch.randn(12, 16, requires_grad=True)
-    known, state = learn(block, x), WrittenState(block)
-    assert known.seam((x,), {}, state) is not None
+    known = learn(block, x)
+    assert isinstance(known.known((x,), {}), Seam)
     handle = block.up.register_forward_hook(lambda *_: None)
-    assert known.seam((x,), {}, state) is None
+    assert known.known((x,), {}) == HOOKS
     handle.remove()
-    assert known.seam((x,), {}, state) is not None
+    assert isinstance(known.known((x,), {}), Seam)

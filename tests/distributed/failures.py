@@ -52,7 +52,7 @@ def main(rank: int, ranks: int, directory: Path, what: str) -> dict[str, Any]:
     else:
         found["all"] = attempt(rank, ranks, 100_000)
         found["then"] = attempt(rank, ranks, "1GB")
-        found["alone"] = attempt(rank, ranks, 4_000_000, long=True)
+        found["alone"] = attempt(rank, ranks, 2_500_000, long=True)
     if rank == (1 if what == "training_step" else 0):
         until = time.monotonic() + PATIENCE
         noticed = directory / "noticed"

@@ -53,7 +53,7 @@ class Pass:
     ) -> None:
         self.sites = Sites() if sites is None else sites
         watch = Watch()
-        lean = nullcontext() if grade is None else LeanSaves(self.sites, grade, held=inputs).active()
+        lean = nullcontext() if grade is None else LeanSaves(self.sites, grade, given=inputs).active()
         torch.manual_seed(5)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), lean:
             out = function(watch, *inputs)

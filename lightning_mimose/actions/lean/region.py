@@ -7,7 +7,6 @@ the operation that asks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mimose.actions.lean.handles import Use, unpack
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves, References, Sites
 
 Uses = dict[int, dict[int, Use]]
 
@@ -30,6 +29,8 @@ class LeanRegion:
         grade: What may be rebuilt.
         parameters: Gives the parameters that values may be rebuilt from.
         held: What somebody else keeps alive, see `LeanSaves`.
+        given: See `LeanSaves`.
+        told: Shown what every recomputation found out.
     """
 
     stops_early = True
@@ -40,9 +41,11 @@ class LeanRegion:
         grade: int,
         parameters: Callable[[], Iterable[torch.Tensor]],
         held: Iterable[Any],
+        given: Iterable[Any],
+        told: Callable[[LeanSaves], None],
     ) -> None:
-        self._sites, self._grade, self._parameters = sites, grade, parameters
-        self._held = [weakref.ref(each) for each in held if isinstance(each, torch.Tensor)]
+        self._sites, self._grade, self._parameters, self._told = sites, grade, parameters, told
+        self._held, self._given = References(held), References(given)
         self._uses: Uses = {}
         """Backward pass -> number of a saved tensor -> what it is rebuilt by."""
 
@@ -60,16 +63,19 @@ class LeanRegion:
     def recompute_run(self) -> Iterator[None]:
         """Give the checkpoint a stand-in for whatever has a recipe."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is None:
+        task = torch._C._current_graph_task_id()
+        if outer is None or task == -1:  # somebody looks at what a node saved
             yield
             return
         give, numbered = outer[0], iter(range(1 << 62))
-        uses = self._uses[_begin_pass(self._uses)] = {}
+        uses = self._uses[task] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, self._uses, task))
         saves = LeanSaves(
             self._sites,
             self._grade,
             leaves=self._parameters(),
-            held=[each for ref in self._held if (each := ref()) is not None],
+            held=self._held.live(),
+            given=self._given.live(),
         )
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -86,6 +92,7 @@ class LeanRegion:
                 yield
         finally:
             saves.close()
+            self._told(saves)
 
     def recomputed(self, out: Any) -> None:
         """Nothing to see."""
@@ -108,13 +115,6 @@ def _unpack(unpack_outer: Callable[[Any], torch.Tensor], uses: Uses, packed: tup
     return tensor if use is None else unpack(use)
 
 
-def _begin_pass(uses: Uses) -> int:
-    """The pass that runs; at its end what was not asked for is let go of."""
-    task = torch._C._current_graph_task_id()
-    if task != -1:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, uses, task))
-    return task
-
-
 def _end_pass(uses: Uses, task: int) -> None:
+    """Let go of what was not asked for."""
     uses.pop(task, None)

@@ -58,6 +58,17 @@ class Sites:
     different: set[Place] = field(default_factory=set)
 
 
+class References:
+    """Tensors that are not kept alive by being known."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._refs = [weakref.ref(each) for each in tensors if isinstance(each, torch.Tensor)]
+
+    def live(self) -> Iterator[torch.Tensor]:
+        """Those that are still there."""
+        return (tensor for ref in self._refs if (tensor := ref()) is not None)
+
+
 class Saved(NamedTuple):
     """One tensor that was saved, for who measures.
 
@@ -77,6 +88,8 @@ class LeanSaves:
 
     Attributes:
         compared: Whether a place was met for the first time, so that its tensor was there twice.
+        differed: Whether it could not be rebuilt bit for bit.
+        borrowed: Arguments that recipes use, and that autograd would not look at again.
 
     Args:
         sites: What is known about the unit's places.
@@ -87,6 +100,7 @@ class LeanSaves:
         small_bytes: What is smaller keeps its tensor. A trial leaves nothing out: other batches are larger.
         leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
         held: What somebody else keeps alive (arguments, buffers): another form of it would be more memory.
+        given: What of it may be used again in backward (arguments): whoever uses it has to see that nobody changes it.
     """
 
     def __init__(
@@ -98,12 +112,14 @@ class LeanSaves:
         applies: bool = True,
         leaves: Iterable[torch.Tensor] | None = None,
         held: Iterable[Any] = (),
+        given: Iterable[Any] = (),
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
         self._held: set[int] = set()
-        self.hold(held)
+        self._given: set[int] = set()
+        self.hold(held, given)
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
         self._numbers: dict[tuple[Any, int], int] = {}
@@ -112,12 +128,14 @@ class LeanSaves:
         self._start = 0
         self._in_scores = False
         self._small_bytes = small_bytes
-        self.compared = False
+        self.compared = self.differed = False
+        self.borrowed: list[torch.Tensor] = []
         self._constants = Constants()
 
-    def hold(self, held: Iterable[Any]) -> None:
-        """Name tensors that somebody else keeps alive."""
-        self._held |= {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and _is_plain(t)}
+    def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
+        """Name tensors that somebody else keeps alive, and those of them that may be used again."""
+        self._given |= _storages(given)
+        self._held |= self._given | _storages(held)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -140,6 +158,7 @@ class LeanSaves:
         self._storages.clear()
         self._constants.forget()
         self._held.clear()
+        self._given.clear()
 
     # --- what is saved --------------------------------------------------------------------------------------------
 
@@ -211,7 +230,9 @@ class LeanSaves:
         """By a comparison, the first time that the place is met."""
         if self._applies and place not in self._sites.checked and place not in self._sites.different:
             self.compared = True
-            (self._sites.checked if _rebuilds(handle, tensor) else self._sites.different).add(place)
+            same = _rebuilds(handle, tensor)
+            (self._sites.checked if same else self._sites.different).add(place)
+            self.differed |= not same
         return place not in self._sites.different
 
     def _mask(self, tensor: torch.Tensor) -> Handle | None:
@@ -227,9 +248,13 @@ class LeanSaves:
         return Mask(tensor, number.item(), MASKS, packs=self._applies)
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
-        """A tensor without gradients that somebody else holds; one that would only live for a recipe is no gain."""
-        if not _is_plain(tensor) or tensor.untyped_storage()._cdata not in self._held:
+        """A tensor without gradients, if it is an argument; one that would only live for a recipe is no gain.
+
+        Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
+        """
+        if not _is_plain(tensor) or tensor.untyped_storage()._cdata not in self._given:
             return None
+        self.borrowed.append(tensor)
         return Kept(tensor)
 
     # --- how it is rebuilt ----------------------------------------------------------------------------------------
@@ -329,6 +354,10 @@ class _Node:
 def _base(tensor: torch.Tensor) -> torch.Tensor:
     base = tensor._base if tensor._is_view() else None
     return tensor if base is None else base
+
+
+def _storages(tensors: Iterable[Any]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and _is_plain(t)}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

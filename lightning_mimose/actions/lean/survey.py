@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
 from lightning_mimose.actions.lean.recipes import GRADES
-from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves, References, Saved, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 
 
@@ -49,11 +49,12 @@ class LeanSurvey:
     Args:
         sites: What is known about the unit's places.
         held: What somebody else keeps alive, see `LeanSaves`.
+        given: See `LeanSaves`.
     """
 
-    def __init__(self, sites: Sites, held: Iterable[Any] = ()) -> None:
+    def __init__(self, sites: Sites, held: Iterable[Any] = (), given: Iterable[Any] = ()) -> None:
         self._sites = sites
-        self._held = [weakref.ref(each) for each in held if isinstance(each, torch.Tensor)]
+        self._held, self._given = References(held), References(given)
         self._packs: list[_Found | None] = []
         self._found: list[_Found] = []
         self._items: tuple[LeanItem, ...] = ()
@@ -93,9 +94,9 @@ class LeanSurvey:
     @contextmanager
     def recompute_run(self) -> Iterator[None]:
         """Watch what is saved."""
-        held = [ref() for ref in self._held]
-        self._saves = LeanSaves(self._sites, len(GRADES), self._told, applies=False, held=held)
-        del held
+        self._saves = LeanSaves(
+            self._sites, len(GRADES), self._told, applies=False, held=self._held.live(), given=self._given.live()
+        )
         self._by_storage: Any = WeakIdKeyDictionary()
         self._surveyed: list[Surveyed] = []
         self._watching = True

@@ -203,3 +203,21 @@ def test_eager_attention_with_an_additive_mask(order: Callable[[Tensor, Tensor],
 
     heads = [torch.randn(2, 4, 40, 16, requires_grad=True) for _ in range(3)]
     assert_lean(attention, [*heads, mask])
+
+
+def test_a_mask_that_is_no_argument_is_not_borrowed() -> None:
+    """A unit may write its own buffer after it has used it: autograd would not look at it again."""
+    mask = torch.zeros(1, 1, 40, 40)
+
+    def attention(watch: Watch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(-1, -2)) / 4.0
+        out = watch(functional.softmax(scores + mask, -1)) @ v
+        mask.sub_(0.5)
+        return out
+
+    heads = [torch.randn(2, 4, 40, 16, requires_grad=True) for _ in range(3)]
+    plain = Pass(attention, heads, None)
+    mask.zero_()
+    lean = Pass(attention, heads, PRODUCTS)
+    assert lean.alive == [True]
+    assert same_bits(lean.bits, plain.bits)
