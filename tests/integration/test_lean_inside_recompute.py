@@ -18,8 +18,8 @@ def everywhere(action: str):  # type: ignore[no-untyped-def]
     return planner
 
 
-@pytest.mark.conformance(AREA, "BERT, GPT-2, Llama, T5, ViT, Swin, ResNet, Mixtral, blocks recomputed leanly", "works")
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "swin", "resnet", "mixtral"])
+@pytest.mark.conformance(AREA, "BERT, GPT-2, Llama, T5, ViT, Mixtral, blocks recomputed leanly", "works")
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "mixtral"])
 def test_every_block(name: str) -> None:
     architecture = ARCHITECTURES[name]
     batches = [*architecture.batches(), *architecture.batches()]
@@ -34,7 +34,7 @@ def test_every_block(name: str) -> None:
         for record, peak, without in zip(done.mimose.records, done.peaks, whole.peaks, strict=True)
         if not record.sheltered and "recompute+lean" in record.actions.values()
     ]
-    assert planned or name == "resnet"  # where a grade's peaks do not follow the fit
+    assert planned
     for record, peak, without in planned:
         assert peak <= without
         assert record.predicted_peak_bytes is not None
