@@ -28,6 +28,10 @@ from lightning_mimose.predict.timeline import Timeline
 SCALE = 1e4
 """The largest coefficient of a row: HiGHS's absolute tolerance of 1e-6 is then 1e-10 of it."""
 
+ROW_SCALE = 1e2
+"""The largest coefficient of a budget's row. With larger ones HiGHS corrects its own solutions, loses some of them,
+and prints a stray line that no option silences (HighsMipSolverData::transformNewIntegerFeasibleSolution)."""
+
 POSITIONS_PER_ROUND = 4
 """How many broken positions enter at a time; neighbours tend to be broken together and to be cured together."""
 
@@ -128,7 +132,7 @@ class _Program:
             objective = np.append(np.zeros(self.width), 1.0)
             structural = hstack([structural, csr_array((structural.shape[0], 1))])
         else:
-            scale = SCALE / np.maximum(np.abs(raised).max(axis=1, initial=0.0), 1.0)
+            scale = ROW_SCALE / np.maximum(np.abs(raised).max(axis=1, initial=0.0), 1.0)
             slack = budget_bytes - base - np.array([self.tightened.get(p, 0) for p in self.positions])
             rows, upper = raised * scale[:, None], slack * scale
             cost = self.structure.cost[self.options]
