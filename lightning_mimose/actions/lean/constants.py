@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lightning_mimose.actions.lean.attention import Masked, argument
+
 
 class Constants(TorchFunctionMode):
     """Sees what operations are called with and their nodes do not keep.
@@ -16,6 +18,7 @@ class Constants(TorchFunctionMode):
     Attributes:
         seen: Node -> the numbers, by name.
         dropout: While a dropout runs, the probability that it was called with.
+        masked: While attention runs that masks its scores, by what.
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
@@ -25,6 +28,7 @@ class Constants(TorchFunctionMode):
         super().__init__()
         self.seen: dict[Any, dict[str, Any]] = {}
         self.dropout: float | None = None
+        self.masked: Masked | None = None
         self.versions: dict[Place, int] = {}
         self.changed: set[Place] = set()
         self._running: list[tuple[torch.Tensor, int, Any]] = []
@@ -75,11 +79,12 @@ class Constants(TorchFunctionMode):
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _DROPOUTS:
             name, position, default = _DROPOUTS[func]
-            before, self.dropout = self.dropout, _argument(args, kwargs, position, name, default)
+            before = self.dropout, self.masked
+            self.dropout, self.masked = argument(args, kwargs, position, name, default), Masked.of(func, args, kwargs)
             try:
                 return func(*args, **kwargs)
             finally:
-                self.dropout = before
+                self.dropout, self.masked = before
         out = func(*args, **kwargs)
         if func in _SUMS:
             if len(args) > 1 and isinstance(args[1], (int, float)):
@@ -89,7 +94,7 @@ class Constants(TorchFunctionMode):
                 if len(without) == 1:  # a mask, which the node does not know
                     self._note(out, operand=args[without[0]], swapped=without == [0])
         elif func in _NORMS:
-            self._note(out, eps=_argument(args, kwargs, 4, "eps", 1e-5))
+            self._note(out, eps=argument(args, kwargs, 4, "eps", 1e-5))
         return out
 
     def _note(self, out: Any, **constants: Any) -> None:
@@ -135,7 +140,3 @@ _SUMS = {
     torch.rsub: False,
     torch.Tensor.__rsub__: False,
 }
-
-
-def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)

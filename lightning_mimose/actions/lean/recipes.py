@@ -51,6 +51,9 @@ class Node(Protocol):
     def given(self, tensor: torch.Tensor) -> Handle | None:
         """A tensor without gradients, if it is there as long as the recipe may need it."""
 
+    def mask(self) -> Handle | None:
+        """What attention's own function added to its scores, if this is that sum."""
+
     def constant(self, name: str) -> Any:
         """A number that the operation was called with and its node does not have; None if it was not seen."""
 
@@ -164,7 +167,7 @@ def _div(node: Node) -> Made:
 def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
     if number is None:
-        return Made(partial(torch.add, alpha=alpha), (node.edge(0), node.edge(1)), LIGHT)
+        return Made(partial(torch.add, alpha=alpha), (node.edge(0), node.mask() or node.edge(1)), LIGHT)
     if isinstance(number, torch.Tensor):  # added to what has gradients: an attention mask
         values = (node.given(number), node.edge(1)) if swapped else (node.edge(0), node.given(number))
         return Made(partial(torch.add, alpha=alpha), values, LIGHT)

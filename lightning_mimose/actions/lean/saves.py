@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_mimose.actions.lean.attention import added_mask
 from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Number, Recipe, Use, View, rebuilt_now, unpack
 from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
@@ -346,6 +347,14 @@ class _Node:
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
         return self._saves.given(tensor)
+
+    def mask(self) -> Handle | None:
+        masked = self._saves._constants.masked
+        edges = self.raw.next_functions
+        if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
+            return None
+        given = [] if masked.mask is None else [self._saves.given(masked.mask)]
+        return added_mask(masked, self.raw._input_metadata[0], given)
 
     def constant(self, name: str) -> Any:
         return self._saves._constants.seen.get(self.raw, {}).get(name)

@@ -109,19 +109,28 @@ def test_a_mask_takes_a_bit_for_each_element() -> None:
     assert held(function, [leaf(67, 47)], ELEMENTWISE) == []
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_attention_by_its_definition(p: float, masked: bool, autocast: bool) -> None:
-    """Its softmax and its mask are within."""
-    mask = torch.ones(31, 31, dtype=torch.bool).tril() if masked else None
+def _masks(kind: str) -> list[Tensor]:
+    allowed = torch.ones(31, 31, dtype=torch.bool).tril()
+    allowed[3] = False  # a row without anything to look at
+    return {
+        "bools": [allowed],
+        "bools of a batch": [torch.stack([allowed, allowed.t(), allowed])[:, None].expand(3, 1, 31, 31)],
+        "numbers": [torch.randn(31, 31)],
+    }.get(kind, [])
 
-    def function(watch: Watch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+@pytest.mark.parametrize("masked", ["no", "causal", "bools", "bools of a batch", "numbers"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_by_its_definition(p: float, masked: str, autocast: bool) -> None:
+    """Its softmax and its mask are within."""
+
+    def function(watch: Watch, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            out = functional.scaled_dot_product_attention(functional.silu(q), k * 2, v, mask, p)
+            out = functional.scaled_dot_product_attention(functional.silu(q), k * 2, v, mask, p, masked == "causal")
         return out.transpose(1, 2).reshape(3, 31, -1)
 
-    given = [leaf(3, 2, 31, 8) for _ in range(3)]
+    given = [*(leaf(3, 2, 31, 8) for _ in range(3)), *_masks(masked)]
     plain = Pass(function, given, None, autocast=autocast)
     lean = Pass(function, given, ATTENTION, autocast=autocast)
     again = Pass(function, given, ATTENTION, autocast=autocast, sites=lean.sites)
@@ -130,8 +139,26 @@ def test_attention_by_its_definition(p: float, masked: bool, autocast: bool) -> 
     assert not lean.sites.different
     made_by = {place.made_by for place in lean.sites.checked}
     assert ("" in made_by) == (p > 0)  # the mask of dropout
-    # A mask that is added to the scores is no part of the graph: they cannot be had again.
-    assert bool(made_by & {"SafeSoftmaxBackward0", "SoftmaxBackward0"}) != masked
+    assert made_by & {"SafeSoftmaxBackward0", "SoftmaxBackward0"}
+
+
+def test_a_mask_inside_attention_that_is_no_argument() -> None:
+    """Nobody else would keep it alive, or from being changed: the softmax is kept."""
+    mask = torch.ones(31, 31, dtype=torch.bool).tril()
+
+    def function(watch: Watch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = functional.scaled_dot_product_attention(q, k, v, mask)
+        mask.fill_(True)
+        return out
+
+    given = [leaf(3, 2, 31, 8) for _ in range(3)]
+    mask.tril_()
+    plain = Pass(function, given, None)
+    mask.tril_()
+    lean = Pass(function, given, ATTENTION)
+    assert same_bits(lean.bits, plain.bits)
+    assert not {place.made_by for place in lean.sites.checked} & {"SafeSoftmaxBackward0", "SoftmaxBackward0"}
 
 
 @pytest.mark.parametrize("training", [True, False])
