@@ -2,6 +2,7 @@
 
 from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.plan import Plan
-from lightning_mimose.plan.scheduler import Scheduler
+from lightning_mimose.plan.planner import Planner
+from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler
 
-__all__ = ["Plan", "PlanCache", "Scheduler"]
+__all__ = ["Plan", "PlanCache", "Planner", "PlannerChoice", "Scheduler"]

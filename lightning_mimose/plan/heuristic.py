@@ -1,7 +1,7 @@
 """A plan within a per cent of the best one, in milliseconds: prices, repair, exchanges.
 
 The picks that are best at the prices of `prices.py` nearly fit. `Search` makes them fit, and then exchanges options
-for as long as that saves time; small problems, where one option weighs much, are disturbed and improved again.
+for as long as that saves time.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.plan.exchange import LEAST_GAIN, NO_SPLITS, Search, Splits
+from lightning_mimose.plan.exchange import NO_SPLITS, Search, Splits
 from lightning_mimose.plan.plan import Plan
-from lightning_mimose.plan.prices import CLOSE_ENOUGH, Priced, price
+from lightning_mimose.plan.prices import CLOSE_ENOUGH, price
 from lightning_mimose.plan.structure import NONE, Floats, Incumbent, Ints, Structure, best_incumbent, plan_of
 from lightning_mimose.predict.timeline import Timeline
 
-WORTH_KICKING = 4e-3
-"""Relative distance to the bound above which a finished pick is disturbed and improved again."""
-
-KICKS = 8
-"""How often; only small problems are ever that far from their bound, where a kick takes half a millisecond."""
-
 PROBES = 600
 """Where no usual way leads to a plan, smaller budgets are tried: this many divided by the number of options."""
+
+GOOD_ENOUGH = 4e-3
+"""Relative distance to the bound at which a large problem is left alone."""
 
 LARGE = 600
 """Options above which less is tried: one choice more or less matters little among hundreds."""
@@ -84,10 +81,8 @@ def solve(timeline: Timeline, budget_bytes: int) -> Found:
             search.improve(priced.prices, splits, rounds)
             if search.seconds < best_seconds:
                 best, best_seconds = search.pick, search.seconds
-            if best_seconds - priced.bound <= (WORTH_KICKING if large else CLOSE_ENOUGH) * abs(best_seconds):
+            if best_seconds - priced.bound <= (GOOD_ENOUGH if large else CLOSE_ENOUGH) * abs(best_seconds):
                 break
-        if not large and best is not None and best_seconds - priced.bound > WORTH_KICKING * abs(best_seconds):
-            best, best_seconds = _kicked(search, priced, splits, best, best_seconds)
     if best is None:
         pick = least_peak_pick(timeline, structure, budget_bytes, steps=4 if large else 20)
         search.take(pick)
@@ -95,27 +90,6 @@ def solve(timeline: Timeline, budget_bytes: int) -> Found:
             search.improve(np.zeros(len(search.active)))
             best = search.pick
     return Found(best, search, prices)
-
-
-def _kicked(search: Search, priced: Priced, splits: Splits, best: Ints, best_seconds: float) -> tuple[Ints, float]:
-    """Force into the best pick, one at a time, the options that the bound says least against; improve each result."""
-    promising = np.flatnonzero(priced.loss < best_seconds - priced.bound)
-    promising = promising[np.argsort(priced.loss[promising], kind="stable")]
-    tried = 0
-    for option in promising.tolist():
-        if best[search.structure.unit[option]] == option:
-            continue
-        pick = best.copy()
-        search.structure.act(pick, option)
-        search.take(pick)
-        if search.repair():
-            search.improve(priced.prices, splits, rounds=8)
-            if search.seconds < best_seconds - LEAST_GAIN:
-                best, best_seconds = search.pick, search.seconds
-        tried += 1
-        if tried == KICKS:
-            break
-    return best, best_seconds
 
 
 def _splits(structure: Structure, reduced: Floats) -> Splits:
@@ -161,12 +135,7 @@ def least_peak_pick(timeline: Timeline, structure: Structure, enough_bytes: int 
     best = np.full(len(timeline.units), NONE, dtype=np.intp)
     high = int(timeline.base_bytes.max(initial=0))
     search = Search(timeline, structure, high)
-    # At one position by itself the most that any pick relieves is easily found: no peak is lower than what is left.
-    low, most = 0, best
-    for position in np.argsort(-timeline.base_bytes, kind="stable")[:: max(1, len(timeline.base_bytes) // 8)].tolist():
-        relieved, pick = structure.cheapest(-timeline.relief_bytes[:, position].astype(np.float64))
-        if int(timeline.base_bytes[position] + relieved) > low:
-            low, most = int(timeline.base_bytes[position] + relieved), pick
+    low, most = _most_relieved(timeline, structure)
     bound = low
 
     for _ in range(steps):
@@ -187,6 +156,24 @@ def least_peak_pick(timeline: Timeline, structure: Structure, enough_bytes: int 
             if any(_first_repaired(search, price(search, *each).picks) for each in _assumptions(timeline)):
                 return search.pick
     return best
+
+
+def _most_relieved(timeline: Timeline, structure: Structure) -> tuple[int, Ints]:
+    """A bound from below for the peak of any pick, and the pick that relieves most where it comes from.
+
+    At one position by itself the most that any pick relieves is easily found: no peak is lower than what is left.
+    """
+    low, most = 0, np.full(len(timeline.units), NONE, dtype=np.intp)
+    for position in np.argsort(-timeline.base_bytes, kind="stable")[:: max(1, len(timeline.base_bytes) // 8)].tolist():
+        relieved, pick = structure.cheapest(-timeline.relief_bytes[:, position].astype(np.float64))
+        if int(timeline.base_bytes[position] + relieved) > low:
+            low, most = int(timeline.base_bytes[position] + relieved), pick
+    return low, most
+
+
+def least_peak_bound(timeline: Timeline) -> int:
+    """No plan has a lower peak than this, in bytes."""
+    return _most_relieved(timeline, Structure.of(timeline))[0]
 
 
 def plan_heuristic(timeline: Timeline, budget_bytes: int, incumbents: Sequence[Incumbent] = ()) -> Plan | None:

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from lightning_mimose.errors import PlanError
 from lightning_mimose.plan.greedy import plan_greedy
@@ -16,7 +17,7 @@ from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.structure import Incumbent, Structure, plan_of
 from lightning_mimose.predict.timeline import KEEP, Timeline
 
-Planner: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
+PlannerChoice: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
 
 SMALL = 16
 """Options up to which the exact answer takes as little time as the heuristic one."""
@@ -31,14 +32,6 @@ EXACT_SECONDS = 5.0
 """How long an exact answer may take. It cannot be interrupted, so this is also how long `close` may wait."""
 
 logger = logging.getLogger(__name__)
-
-
-class _Question(NamedTuple):
-    timeline: Timeline
-    budget_bytes: int
-    known: Plan | None
-    incumbents: Sequence[Incumbent]
-    on_better: Callable[[Plan], None]
 
 
 class Scheduler:
@@ -63,11 +56,11 @@ class Scheduler:
         21
     """
 
-    def __init__(self, planner: Planner = "auto") -> None:
+    def __init__(self, planner: PlannerChoice = "auto") -> None:
         if not callable(planner) and planner not in ("auto", "exact", "greedy"):
             raise ValueError(f"Expected `planner` to be 'auto', 'exact', 'greedy' or a callable, but got {planner!r}")
         self.planner = planner
-        self._questions: deque[_Question] = deque(maxlen=WAITING)
+        self._questions: deque[Callable[[], None]] = deque(maxlen=WAITING)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = False
@@ -92,7 +85,7 @@ class Scheduler:
             incumbents: Plans known already; except for a forced plan and the greedy one, the result is never slower
                 than one of them that fits.
             on_better: Called from the planner's thread when it has a plan that is strictly faster than the one
-                returned (or any, where None was returned). Only with `"auto"`.
+                returned. Only with `"auto"`.
 
         Returns:
             The plan; None when none that fits was found.
@@ -108,8 +101,8 @@ class Scheduler:
             return plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
         fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
         plan = plan_heuristic(timeline, budget_bytes, incumbents)
-        if on_better is not None and not (fits and plan is not None and len(plan) == 0):
-            self._ask(_Question(timeline, budget_bytes, plan, tuple(incumbents), on_better))
+        if on_better is not None and plan is not None and not (fits and len(plan) == 0):
+            self.beside(partial(self._better, timeline, budget_bytes, plan, tuple(incumbents), on_better))
         return plan
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -127,8 +120,8 @@ class Scheduler:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _ask(self, question: _Question) -> None:
-        """Leave a question for the thread, and start it if there is none."""
+    def beside(self, question: Callable[[], None]) -> None:
+        """Have a question answered by the thread, which is started if there is none."""
         with self._changed:
             if self._closed:
                 return
@@ -149,7 +142,7 @@ class Scheduler:
                 question = self._questions.pop()
                 self._busy = True
             try:
-                self._answer(question)
+                question()
             except Exception:
                 # The plan in use is valid; failing to better it must not end a training run, nor go unseen.
                 logger.warning("Looking for a better plan failed; the present one stays.", exc_info=True)
@@ -159,17 +152,21 @@ class Scheduler:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _answer(self, question: _Question) -> None:
+    def _better(
+        self,
+        timeline: Timeline,
+        budget_bytes: int,
+        known: Plan | None,
+        incumbents: tuple[Incumbent, ...],
+        on_better: Callable[[Plan], None],
+    ) -> None:
         """Solve exactly and report what is strictly better."""
-        known = question.known
-        incumbents = question.incumbents if known is None else (known, *question.incumbents)
-        plan = plan_exact(
-            question.timeline, question.budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents
-        )
+        incumbents = incumbents if known is None else (known, *incumbents)
+        plan = plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
         if plan is None or self._closed:
             return
         if known is None or plan.added_seconds < known.added_seconds:
-            question.on_better(plan)
+            on_better(plan)
 
 
 def _forced(timeline: Timeline, answer: object) -> Plan:

@@ -90,19 +90,6 @@ def test_nobody_is_told_of_a_plan_that_is_not_better(auto: Scheduler) -> None:
     assert auto.wait(60)
 
 
-def test_the_thread_reports_any_plan_where_the_heuristic_had_none(
-    auto: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None means "not found" until the exact planner has spoken."""
-    monkeypatch.setattr(scheduler, "plan_heuristic", lambda *_: None)
-    timeline = realistic("nested")
-    budget = share_of(timeline, 0.5)
-    better: list[Plan] = []
-    assert auto.plan(timeline, budget, on_better=better.append) is None
-    assert auto.wait(60)
-    check(timeline, better[0], budget)
-
-
 def test_few_options_are_solved_exactly_at_once(auto: Scheduler) -> None:
     """Up to sixteen options no thread is needed."""
     timeline = stacked([100, 80, 60, 40, 20], [1.0, 0.5, 0.25, 2.0, 4.0])

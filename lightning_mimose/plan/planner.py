@@ -1,0 +1,155 @@
+"""From a timeline and a budget to a plan without making the training wait: known, made at once, or made beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from lightning_mimose.plan.cache import PlanCache
+from lightning_mimose.plan.heuristic import least_peak_bound
+from lightning_mimose.plan.optimal import least_peak_heuristic, plan_exact, smallest_feasible
+from lightning_mimose.plan.plan import Plan
+from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler
+from lightning_mimose.plan.structure import best_incumbent
+from lightning_mimose.predict.timeline import Timeline
+
+LEAST_SECONDS = 2.0
+"""How long to look for a plan that fits before refusing a batch."""
+
+SAVERS = 8
+"""How many of the most saving plans are remembered."""
+
+
+class Answer(NamedTuple):
+    """What the planner says.
+
+    Attributes:
+        plan: The plan; None where something else has to be done this time.
+        infeasible: Whether nothing fits, and the plan is the one with the least peak.
+    """
+
+    plan: Plan | None
+    infeasible: bool
+
+
+class Planner:
+    """Makes plans, and remembers them.
+
+    Args:
+        planner: See `Scheduler`.
+
+    Attributes:
+        cache: Plans by what they were made for.
+        scheduler: Who makes them.
+
+    Example:
+        >>> import numpy as np
+        >>> from lightning_mimose.predict.timeline import Option
+        >>> timeline = Timeline(
+        ...     units=("a", "b"), parents=(-1, -1),
+        ...     options=(Option(0, "recompute", 1.0), Option(1, "recompute", 2.0)),
+        ...     base_bytes=np.array([10, 30, 20]), relief_bytes=np.array([[0, 8, 0], [0, 9, 0]]),
+        ...     shared=(), labels=("forward a", "backward b", "backward a"))
+        >>> planner = Planner()
+        >>> planner.plan(128, timeline, 25, margin_bytes=2).plan.choices, planner.cache.get(128, 25) is None
+        ((('a', 'recompute'),), False)
+    """
+
+    def __init__(self, planner: PlannerChoice = "auto") -> None:
+        self.cache = PlanCache()
+        self.scheduler = Scheduler(planner)
+        self._savers: tuple[Plan, ...] = ()
+        self._asked: set[tuple[Hashable, int]] = set()
+
+    def forget(self) -> None:
+        """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
+        self.cache.clear()
+        self._asked.clear()
+
+    def plan(
+        self, key: Hashable, menu: Timeline, budget_bytes: int, margin_bytes: int, *, can_wait: bool = False
+    ) -> Answer:
+        """The plan to use now, which is remembered.
+
+        Args:
+            key: What it is for (a size).
+            menu: The timeline, with the options that may be chosen.
+            budget_bytes: The budget.
+            margin_bytes: What plans leave free of it, unless there is no other. Not all of it may be used: a plan that
+                did would be faster than that of a somewhat larger budget.
+            can_wait: Whether there is something else to do this time if no plan fits. Then one that is hard to find
+                is looked for beside the training.
+        """
+        used: list[Plan] = []
+
+        def better(plan: Plan) -> None:
+            # From the planner's thread, maybe after the step has started: the next batch of this size takes it.
+            if used:
+                self.cache.replace(key, budget_bytes, used[0], plan)
+
+        known = [*self.cache.incumbents(key, budget_bytes), *self._savers]
+        plan = self._quick(menu, budget_bytes, margin_bytes, known, better)
+        infeasible = False
+        if plan is None and can_wait and self.scheduler.planner == "auto":
+            if (key, budget_bytes) not in self._asked and least_peak_bound(menu) <= budget_bytes:
+                self._asked.add((key, budget_bytes))
+                self.scheduler.beside(partial(self._find_saver, menu, budget_bytes, margin_bytes))
+            return Answer(None, False)
+        if plan is None:
+            plan = self._hard(menu, budget_bytes, margin_bytes)
+            infeasible = plan.predicted_peak_bytes > budget_bytes
+            if infeasible and can_wait:
+                return Answer(None, False)
+            self._remember(plan)
+        self.cache.put(key, budget_bytes, plan)
+        used.append(plan)
+        return Answer(plan, infeasible)
+
+    def answer(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
+        """As `plan`, for who asks outside of training and waits: nothing is remembered. None if nothing fits."""
+        plan = self._quick(menu, budget_bytes, margin_bytes, self._savers)
+        if plan is None:
+            hard = self._hard(menu, budget_bytes, margin_bytes)
+            plan = hard if hard.predicted_peak_bytes <= budget_bytes else None
+        return plan
+
+    def least(self, menu: Timeline, budget_bytes: int) -> Plan:
+        """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
+        least = least_peak_heuristic(menu)
+        if least.predicted_peak_bytes <= budget_bytes:
+            return least
+        return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
+
+    def _quick(
+        self,
+        menu: Timeline,
+        budget_bytes: int,
+        margin_bytes: int,
+        known: Sequence[Plan],
+        on_better: Callable[[Plan], None] | None = None,
+    ) -> Plan | None:
+        plan = self.scheduler.plan(menu, budget_bytes - margin_bytes, incumbents=known, on_better=on_better)
+        if plan is None and self.scheduler.planner == "greedy":
+            return self.scheduler.plan(menu, budget_bytes)
+        return best_incumbent(menu, budget_bytes, known) if plan is None else plan
+
+    def _hard(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan:
+        """The fastest plan within the budget less its margin, or else the one with the least peak."""
+        if self.scheduler.planner == "greedy" or callable(self.scheduler.planner):
+            return self.least(menu, budget_bytes)
+        least = smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
+        target = max(least.predicted_peak_bytes, budget_bytes - margin_bytes)
+        if target > budget_bytes:
+            return least
+        return plan_exact(menu, target, time_limit_seconds=LEAST_SECONDS, incumbents=(least,)) or least
+
+    def _find_saver(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> None:
+        """In the planner's thread: what `plan` had no time for."""
+        plan = self._hard(menu, budget_bytes, margin_bytes)
+        if plan.predicted_peak_bytes <= budget_bytes:
+            self._remember(plan)
+
+    def _remember(self, plan: Plan) -> None:
+        if plan not in self._savers:
+            self._savers = (plan, *self._savers)[:SAVERS]

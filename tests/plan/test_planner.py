@@ -1,0 +1,107 @@
+"""Plans at once, and those that are hard to find beside the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_mimose.plan import Planner, planner, scheduler
+from lightning_mimose.plan.optimal import plan_exact, smallest_feasible
+from lightning_mimose.predict.timeline import Timeline
+from tests.plan.strategies import check, realistic, share_of, stacked
+
+
+@pytest.fixture
+def made() -> Iterator[Planner]:
+    """A planner whose thread is ended after the test."""
+    planner = Planner()
+    yield planner
+    planner.scheduler.close()
+
+
+@pytest.fixture
+def clueless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heuristic that finds nothing."""
+    monkeypatch.setattr(scheduler, "plan_heuristic", lambda *_: None)
+
+
+TIMELINE = realistic("nested")
+BUDGET = share_of(TIMELINE, 0.5)
+
+
+def test_a_plan_is_remembered_and_bettered(made: Planner) -> None:
+    """By the exact one, when it is there."""
+    plan, infeasible = made.plan("size", TIMELINE, BUDGET, margin_bytes=100)
+    check(TIMELINE, plan, BUDGET - 100)
+    assert not infeasible
+    assert made.scheduler.wait(60)
+    known, best = made.cache.get("size", BUDGET), plan_exact(TIMELINE, BUDGET - 100)
+    assert known is not None
+    assert best is not None
+    assert known.added_seconds == pytest.approx(best.added_seconds, rel=2e-3)
+
+
+@pytest.mark.usefixtures("clueless")
+def test_what_is_hard_to_find_is_found_beside_the_training(made: Planner) -> None:
+    """The next batch has it, of another size too, and though what was measured meanwhile made everything anew."""
+    assert made.plan("size", TIMELINE, BUDGET, 0, can_wait=True) == (None, False)
+    assert made.scheduler.wait(60)
+    made.forget()
+    for key in ("size", "another size"):
+        plan, infeasible = made.plan(key, TIMELINE, BUDGET, 0, can_wait=True)
+        check(TIMELINE, plan, BUDGET)
+        assert not infeasible
+
+
+@pytest.mark.usefixtures("clueless")
+def test_who_cannot_wait_is_answered(made: Planner) -> None:
+    """With a plan that fits, or with the one of the least peak, which does not."""
+    plan, infeasible = made.plan("size", TIMELINE, BUDGET, 0)
+    check(TIMELINE, plan, BUDGET)
+    assert not infeasible
+    least = smallest_feasible(TIMELINE).predicted_peak_bytes
+    plan, infeasible = made.plan("size", TIMELINE, least - 1, 0)
+    check(TIMELINE, plan)
+    assert infeasible
+    assert plan is not None
+    assert plan.predicted_peak_bytes == least
+
+
+@pytest.mark.usefixtures("clueless")
+def test_what_cannot_be_is_not_looked_for(made: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything twice, until something new was learnt."""
+    asked: list[Timeline] = []
+    monkeypatch.setattr(made.scheduler, "beside", asked.append)
+    for _ in range(2):
+        assert made.plan("size", TIMELINE, int(TIMELINE.base_bytes[0]), 0, can_wait=True) == (None, False)
+    assert not asked
+    for _ in range(2):
+        assert made.plan("size", TIMELINE, BUDGET, 0, can_wait=True) == (None, False)
+    assert len(asked) == 1
+    made.forget()
+    made.plan("size", TIMELINE, BUDGET, 0, can_wait=True)
+    assert len(asked) == 2
+
+
+def test_the_margin_is_used_only_where_there_is_no_other_plan(made: Planner) -> None:
+    """A plan within the budget is better than none."""
+    least = smallest_feasible(TIMELINE).predicted_peak_bytes
+    plan, infeasible = made.plan("size", TIMELINE, least + 10, margin_bytes=1000)
+    assert plan is not None
+    assert not infeasible
+    assert plan.predicted_peak_bytes == least
+    assert made.answer(TIMELINE, least + 10, 1000) is not None
+    assert made.answer(TIMELINE, least - 1, 0) is None
+
+
+@pytest.mark.parametrize("choice", ["exact", "greedy", lambda timeline, budget: {}])
+def test_other_planners_answer_at_once(choice: planner.PlannerChoice) -> None:
+    """Nothing is left for later."""
+    timeline = stacked([100, 80, 60, 40, 20], [1.0, 0.5, 0.25, 2.0, 4.0])
+    made = Planner(choice)
+    plan, infeasible = made.plan("size", timeline, share_of(timeline, 0.7), 0, can_wait=True)
+    check(timeline, plan)
+    assert not infeasible
+    assert made.cache.get("size", share_of(timeline, 0.7)) == plan
+    assert made.plan("size", timeline, 1, 0, can_wait=not callable(choice)).infeasible is False
