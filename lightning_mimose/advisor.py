@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN, check_actions
 from lightning_mimose.actions.split import CHUNKS, SPLITS
+from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
 from lightning_mimose.measure.observe import Observation
@@ -288,13 +289,38 @@ class Advisor:
 
     def menu(self, timeline: Timeline) -> Timeline:
         """What plans may choose from."""
+        return timeline.only(self._allowed)
 
-        def allowed(unit: str, action: str) -> bool:
-            if action in (*GRADES, RECOMPUTE_LEAN) and unit in self._unlean:
-                return False
-            return action in self.actions and (action not in SPLITS or unit in self._divisible)
+    def _allowed(self, unit: str, action: str) -> bool:
+        if action in (*GRADES, RECOMPUTE_LEAN) and unit in self._unlean:
+            return False
+        return action in self.actions and (action not in SPLITS or unit in self._divisible)
 
-        return timeline.only(allowed)
+    def judge(self, size: BatchSize, resident: Resident) -> Callable[[Choices], Judgement | None]:
+        """What another rank's plan would be for a batch; None where it does what was not tried here."""
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            return lambda choices: None
+        timeline = self._timeline(prediction, resident)
+        free = self._margin_bytes(prediction, timeline, self.budget_bytes)
+
+        def judged(choices: Choices) -> Judgement | None:
+            if not all(self._allowed(unit, action) and unit not in self.left_out for unit, action in choices):
+                return None
+            understood = dict(choices)
+            for unit, action in choices:
+                # A grade of lean saves that is missing spares hardly more than the one before it.
+                lower = [*GRADES[: GRADES.index(action) + 1][::-1]] if action in GRADES else [action]
+                known = [each for each in lower if (unit, each) in timeline.option_index]
+                if known:
+                    understood[unit] = known[0]
+                else:
+                    del understood[unit]
+            peak = timeline.peak_bytes(understood)
+            fits = peak + free <= self.budget_bytes
+            return Judgement(tuple(understood.items()), peak, timeline.added_seconds(understood), fits)
+
+        return judged
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""

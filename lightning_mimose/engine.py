@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,10 @@ from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advisor import Advice, Advisor, PlannerChoice, with_reserve
+from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
+    BudgetInfeasibleError,
     DeviceMemoryError,
     RecomputeError,
     UnitsError,
@@ -42,9 +45,11 @@ from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.trace import StepTrace
+from lightning_mimose.plan import Plan
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import device_memory_error, infeasible_error
 from lightning_mimose.report.record import StepRecord
+from lightning_mimose.sharding import gathers_inside, reshard, sharded_modules, sharing_ranks
 from lightning_mimose.sizes import BatchSize, dims_text
 from lightning_mimose.step import Step
 from lightning_mimose.units import Unit, find_units, fingerprint, related, runs_torchscript, whole_graphs
@@ -55,6 +60,8 @@ MEASURE_EVERY = 50
 
 SCRIPTED = "it runs TorchScript, whose first runs differ from later ones in their last bits"
 """Why a scripted unit is left alone."""
+GATHERS = "its parts gather their parameters from other ranks"
+"""Why a unit with `fully_shard` inside it is left alone."""
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
@@ -101,7 +108,10 @@ class Engine:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         self.on_infeasible = on_infeasible
-        self.profile = profile
+        ranks = sharing_ranks(model)
+        self._sharded = sharded_modules(model)
+        # The profiler misses what gloo's threads let go of; a dispatch mode does not.
+        self.profile = profile and len(ranks) < 2
         self.actions = check_actions(actions)
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
@@ -113,7 +123,7 @@ class Engine:
             size_fn=size_fn,
             planner=planner,
             actions=self.actions,
-            fingerprint=fingerprint(model, self.device, precision, self.units),
+            fingerprint=fingerprint(model, self.device, f"{precision} {len(ranks)}", self.units),
         )
         self.session = Session(
             lean=any(action in GRADES for action in self.actions),
@@ -138,6 +148,7 @@ class Engine:
         self._warned = self._unreached = self._told_retained = False
         self._verified = 0
         self._unmeasured = 0
+        self.agreement = Agreement(ranks) if len(ranks) > 1 else None
 
     @property
     def budget_bytes(self) -> int:
@@ -203,7 +214,9 @@ class Engine:
         # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
         synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
         scripted = [unit.name for unit in usable if runs_torchscript(unit.module)]
-        self.refuse(dict.fromkeys(synced, COLLECTIVE) | dict.fromkeys(scripted, SCRIPTED) | self.advisor.refused)
+        known = dict.fromkeys(synced, COLLECTIVE) | dict.fromkeys(scripted, SCRIPTED)
+        known |= {unit.name: GATHERS for unit in usable if gathers_inside(unit.module)}
+        self.refuse(known | self.advisor.refused)
         self._take_refusals()
 
     def _take_refusals(self) -> None:
@@ -230,6 +243,8 @@ class Engine:
                 last.callback(unpatch, unit.module)
             self._patched = ()
             self.abort_step()
+            if self.agreement is not None:
+                last.callback(self.agreement.close)
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; what their first update will allocate is reserved from now on.
@@ -246,8 +261,9 @@ class Engine:
         )
         lasting = self.ledger.lasting_bytes()
         least = self._update_bytes(lasting)
+        error = None
         if least > self.budget_bytes and self.on_infeasible == "raise":
-            raise infeasible_error(
+            error = infeasible_error(
                 self.budget_bytes,
                 lasting + self.ledger.gradient_bytes,
                 least,
@@ -256,6 +272,14 @@ class Engine:
                 f"to come {format_bytes(self._update_cost.state_bytes)}, temporaries "
                 f"{format_bytes(self._update_cost.transient_bytes)}), before any activation",
             )
+        self._refuse_together(error)
+
+    def _refuse_together(self, error: BudgetInfeasibleError | None) -> None:
+        """Raise an error, on all ranks of a sharded model if one of them has one."""
+        if self.agreement is not None:
+            self.agreement.refuse_together(error)
+        elif error is not None:
+            raise error
 
     def _update_bytes(self, lasting_bytes: int) -> int:
         # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
@@ -289,6 +313,8 @@ class Engine:
             SizeError: The batch has no tensors, or another type than before.
         """
         began = time.perf_counter()
+        if not accumulates:
+            reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
         size = self.advisor.tracker.observe(batch)
         self.ledger.count_gradients()
         if self._trained not in (None, self.ledger.trained):
@@ -298,16 +324,71 @@ class Engine:
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
         self._limit_menu()
-        advice = self.advisor.advise(size, resident, data)
+        advice, error = self.advisor.advise(size, resident, data), None
         if advice.infeasible:
-            self._infeasible_by_prediction(size, resident)
-        actions = self.advisor.shelter if advice.plan is None else dict(advice.plan)
+            try:
+                self._infeasible_by_prediction(size, resident)
+            except BudgetInfeasibleError as found:
+                error = found
+        actions = None
+        if self.agreement is not None:
+            advice, actions = self._agree(self.agreement, size, resident, advice, error)
+        elif error is not None:
+            raise error
+        if advice.plan is None:
+            actions = self.advisor.shelter
+        elif actions is None:
+            actions = dict(advice.plan)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
         )
         self._step.unfilled_bytes = self.ledger.unfilled_bytes()
         self._arm(self._step)
+
+    def _agree(
+        self,
+        agreement: Agreement,
+        size: BatchSize,
+        resident: Resident,
+        advice: Advice,
+        error: BudgetInfeasibleError | None,
+    ) -> tuple[Advice, Mapping[str, str] | None]:
+        """Come to one plan with the other ranks, see `agreement`; returns what it is here, and what all ranks do."""
+        sheltered = Advice(None, None, False)
+        own = None if advice.plan is None else advice.plan.choices
+        words: list[Word] = agreement.tell(Word(dict(self.session.refused), own, Refusal.of(error)))
+        agreement.raise_first([word.refusal for word in words], error)
+        known = {unit: reason for word in words for unit, reason in word.refused.items()}
+        if any(word.refused.keys() != known.keys() for word in words):
+            self.refuse(known)
+            self._take_refusals()
+            return sheltered, None
+        plans = [word.choices for word in words if word.choices is not None]
+        if len(plans) < len(words) or advice.plan is None:
+            return sheltered, None
+        if len(set(plans)) == 1:
+            return advice, None
+        judged = self.advisor.judge(size, resident)
+
+        def judge(choices: Choices) -> Judgement | None:
+            found = judged(choices)
+            # This rank's own is what it would do alone, whatever it leaves free.
+            return replace(found, fits=True) if found is not None and choices == own else found
+
+        chosen = agreement.choose(plans, judge)
+        if chosen is None:
+            least = self.advisor.most_saving(size, resident).plan
+            told: list[Choices | None] = agreement.tell(None if least is None else least.choices)
+            plans = [choices for choices in told if choices is not None]
+            chosen = agreement.choose(plans, judge)
+        found = judge(chosen) if chosen is not None else None
+        if chosen is None or found is None:
+            needed = max((each.peak_bytes for choices in plans if (each := judge(choices)) is not None), default=0)
+            self._infeasible(size, resident, needed, with_reserve(needed), "under a plan that all ranks share")
+            return sheltered, None
+        plan = Plan(found.choices, advice.plan.units, found.peak_bytes, found.added_seconds)
+        return Advice(plan, found.peak_bytes, advice.cache_hit), dict(chosen)
 
     def _arm(self, step: Step) -> None:
         if step.sheltered or self._measures_planned_step(step):
@@ -386,7 +467,7 @@ class Engine:
         if step is None or step.updating:
             return
         measured = step.measuring
-        self._finish_measuring(step)
+        self._finish_together(step)
         step.updating = True
         if measured:
             step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
@@ -405,7 +486,7 @@ class Engine:
         if step.updating:
             self._finish_update(step)
         else:
-            self._finish_measuring(step)
+            self._finish_together(step)
         actions = dict(self.session.actions)
         self._clear(step)
         self._planned += not step.sheltered
@@ -451,6 +532,16 @@ class Engine:
             self.advisor.different = dict(self.session.different)
             self.advisor.forget()
 
+    def _finish_together(self, step: Step) -> None:
+        """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
+        error = None
+        try:
+            self._finish_measuring(step)
+        except BudgetInfeasibleError as found:
+            error = found
+        if step.sheltered:
+            self._refuse_together(error)
+
     def _finish_measuring(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept."""
         if step.recorder is None or step.gradients is None or not step.measuring:
@@ -473,7 +564,8 @@ class Engine:
         peak = self._take_peak(step, trace)
         if not step.sheltered:
             plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
-            if plan is not None and predicted is not None and not self.session.compared:
+            exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
+            if plan is not None and predicted is not None and exact and not self.session.compared:
                 # The prediction covers the whole step, of which the update is still to come.
                 whole = max(peak, step.resident.update_bytes)
                 self.advisor.verify(step.size, step.resident, plan, predicted, whole)

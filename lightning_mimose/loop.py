@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.advisor import PlannerChoice
+from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
 from lightning_mimose.plan import Plan
@@ -84,7 +85,12 @@ class Mimose:
         self._engine.watch([optimizer] if optimizer is not None else [])
         self._engine.attach()
         self._attempts: Attempts | None = Attempts(
-            self._engine, model, list(model.parameters()), self._engine.device, retry=on_oom == "retry"
+            self._engine,
+            model,
+            list(model.parameters()),
+            self._engine.device,
+            retry=on_oom == "retry",
+            forbids=lambda alone=self._engine.agreement is None: "" if alone else NO_RETRY,  # type: ignore[misc]
         )
 
     @property

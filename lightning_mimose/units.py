@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.errors import UnitsError
+from lightning_mimose.sharding import own_class
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Leaves of torch.nn whose forward holds far more than their inputs.
@@ -136,12 +137,12 @@ def _is_candidate(module: nn.Module) -> bool:
     """Whether a module may hold more than it is given: not a container, not a single elementary layer."""
     module = _uncompiled(module)
     # Looked up without binding: the descriptor of a ScriptModule's class refuses to be read.
-    if isinstance(module, _CONTAINERS) or getattr_static(type(module), "forward") is nn.Module.forward:
+    if isinstance(module, _CONTAINERS) or getattr_static(own_class(module), "forward") is nn.Module.forward:
         return False
     if isinstance(module, _HEAVY_LEAVES) or any(True for _ in module.children()):
         return True
     # A leaf written by somebody else (a custom activation or norm) computes with functions we cannot see.
-    return not type(module).__module__.startswith("torch.nn.")
+    return not own_class(module).__module__.startswith("torch.nn.")
 
 
 def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
@@ -150,11 +151,11 @@ def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str])
         found = {
             name
             for name, module in modules
-            if (fnmatchcase(name, pattern) or type(_uncompiled(module)).__name__ == pattern)
+            if (fnmatchcase(name, pattern) or own_class(_uncompiled(module)).__name__ == pattern)
             and not isinstance(module, _CONTAINERS)
         }
         if not found:
-            classes = sorted({type(module).__name__ for _, module in modules})
+            classes = sorted({own_class(module).__name__ for _, module in modules})
             names = [name for name, _ in modules]
             raise UnitsError(
                 f"The unit pattern {pattern!r} matches none of the {len(modules)} submodules. Names look like "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 
 import torch
@@ -55,7 +56,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _of_flat(flat: torch.Tensor) -> int:
     if flat.device.type == "cpu":
-        return zlib.crc32(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+        # Not by `numpy()`: from then on the storage could not be resized, as FSDP2 does with gathered parameters.
+        return zlib.crc32((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for number, piece in enumerate(flat.view(_INTEGERS[flat.element_size()]).split(_PIECE), start=1):
         weights = torch.arange(1, piece.numel() + 1, device=flat.device)

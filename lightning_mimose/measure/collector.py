@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,6 +26,7 @@ from lightning_mimose.measure.meter import Interval, Meter, make_meter
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.trace import Call, LeanItem, Mark, Piece, StepTrace
+from lightning_mimose.sharding import local
 
 
 class Survey(Protocol):
@@ -74,7 +76,7 @@ class StepRecorder:
         self._meter: Meter | None = None
         self._profile = profile
         self._gradient_bytes = gradient_bytes
-        self._resident = {t.untyped_storage()._cdata for t in resident if t.layout == torch.strided}
+        self._resident = {local(t).untyped_storage()._cdata for t in resident if t.layout == torch.strided}
         self._ids: Any = WeakIdKeyDictionary()
         self._next_id = 0
         self._count_flops = count_flops
@@ -331,6 +333,9 @@ class StepRecorder:
         return out
 
     def _count_saved(self, tensor: torch.Tensor) -> None:
+        # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return
         if self._stack and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._resident:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
+from lightning_mimose.sharding import local
 
 _MARK = "lightning_mimose/"
 _session = threading.Lock()
@@ -239,12 +240,18 @@ _log_levels: list[int] = []
 
 
 class DispatchMeter(ThreadedMode):
-    """Counts the storages that operators return, and learns what their kernels use besides (see `scratch`)."""
+    """Counts the storages that operators return, and learns what their kernels use besides (see `scratch`).
+
+    The parameters that FSDP2 gathers have storages that last, and that it fills and empties; what it copies into is
+    filled. It sees memory go in whichever thread that happens, which the profiler does not: gloo's own threads are
+    often the last to let go of what a collective was given.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._level = self._opened = self._peak = 0
         self._known: dict[int, int] = {}
+        self._gathered: dict[int, torch.UntypedStorage] = {}
         self._intervals: list[Interval] = []
         self.sees_old_frees = False
         self.reserved_peak_bytes: int | None = None
@@ -255,6 +262,7 @@ class DispatchMeter(ThreadedMode):
 
     def mark(self) -> None:
         """Close the current interval."""
+        self._notice_emptied()
         self._intervals.append(Interval(self._opened, self._peak))
         self._opened = self._peak = self._level
 
@@ -269,17 +277,21 @@ class DispatchMeter(ThreadedMode):
         """Leave the mode."""
         self.__exit__(None, None, None)
         self.mark()
+        self._gathered.clear()
         return self._intervals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the storages of the results that were not seen before."""
         kwargs = kwargs or {}
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        self._notice_emptied()
+        if func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
+            self._notice_filled(kwargs.get("out"))
+        inputs = {local(leaf).untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
         scratch = scratch_bytes(func, args, kwargs)
         out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if _is_plain(leaf):
-                storage = leaf.untyped_storage()
+                storage = local(leaf).untyped_storage()
                 key = storage._cdata
                 if key not in inputs and key not in self._known:
                     self._known[key] = storage.nbytes()
@@ -290,6 +302,21 @@ class DispatchMeter(ThreadedMode):
 
     def _freed(self, key: int) -> None:
         self._level -= self._known.pop(key, 0)
+
+    def _notice_filled(self, tree: Any) -> None:
+        for leaf in tree_leaves(tree):
+            if _is_plain(leaf):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self._known:
+                    self._level += storage.nbytes()
+                    self._known[key] = storage.nbytes()
+                self._gathered[key] = storage
+
+    def _notice_emptied(self) -> None:
+        for key in [key for key, storage in self._gathered.items() if not storage.nbytes()]:
+            del self._gathered[key]
+            self._freed(key)
 
 
 def _is_plain(leaf: Any) -> bool:

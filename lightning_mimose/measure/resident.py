@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
+from lightning_mimose.sharding import held_bytes, local
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -37,7 +38,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors that hold a tensor's data; a sparse tensor has several."""
+    """The strided tensors that hold a tensor's data; a sparse tensor has several, of a sharded one a part is here."""
+    tensor = local(tensor)
     if tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
@@ -170,7 +172,7 @@ class ResidentLedger:
         """Count parameters and buffers again (after layers were frozen, added or converted)."""
         parameters = {id(p): p for p in self._model.parameters()}.values()
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
-        self._parameters = [(p, p.numel() * p.element_size()) for p in parameters]
+        self._parameters = [(p, held_bytes(p)) for p in parameters]
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:

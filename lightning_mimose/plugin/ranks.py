@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_mimose.sharding import let_go_of_groups
+
 GRACE_SECONDS = 2.0
 """How long a rank that failed looks whether the others failed too."""
 
@@ -34,12 +36,15 @@ def release_peers(strategy: Any) -> None:
         return
     with suppress(RuntimeError):  # the others may have closed it already
         torch.distributed.destroy_process_group()
-    # gloo closes its connections when nobody holds the group any more, and the traceback holds DDP's wrapper.
+    # gloo closes its connections when nobody holds the group any more, and the traceback holds DDP's wrapper, or the
+    # model that FSDP2 has sharded.
     wrapper = getattr(strategy, "model", None)
     if isinstance(wrapper, DistributedDataParallel):
         strategy.model = wrapper.module
         for name in ("logger", "reducer", "process_group"):
             vars(wrapper).pop(name, None)
+    elif isinstance(wrapper, torch.nn.Module):
+        let_go_of_groups(wrapper)
 
 
 def _all_failed() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.plugin.support import settle_buckets
 
@@ -93,6 +94,8 @@ def why_not(strategy: Any, engine: Any, exchanged: bool) -> str:
     One rank alone may repeat a forward: nothing is exchanged in it, and the others wait in backward. Once backward has
     begun, some gradients may be reduced already and others not.
     """
+    if engine.agreement is not None:
+        return NO_RETRY
     if engine.gradients == "zeroed" and engine.in_backward():
         return "this LightningModule zeroes gradients in a way of its own (optimizer_zero_grad)"
     wrapped = getattr(strategy, "model", None)

@@ -10,11 +10,10 @@ from torch import nn
 
 from lightning_mimose.errors import UnsupportedError
 
-_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy")
+_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 _REFUSED = {
     "FSDPStrategy": "its flat parameters are gathered inside the units",
     "DeepSpeedStrategy": "it partitions parameters while a unit runs",
-    "ModelParallelStrategy": "parameters gathered for a unit come and go in a step, which is not predicted yet",
     "XLAStrategy": "XLA traces the whole step",
     "XLAFSDPStrategy": "XLA traces the whole step",
     "SingleDeviceXLAStrategy": "XLA traces the whole step",
@@ -50,8 +49,8 @@ def check_strategy(strategy: Any) -> None:
             )
     if not any(name in _SUPPORTED for name in names):
         raise UnsupportedError(
-            f"{type(strategy).__name__} was never tried with MimoseCallback. Supported are single-device training and "
-            "DDP: strategy='auto' or 'ddp'."
+            f"{type(strategy).__name__} was never tried with MimoseCallback. Supported are single-device training, "
+            "DDP and FSDP2: strategy='auto', 'ddp' or ModelParallelStrategy()."
         )
 
 

@@ -50,6 +50,13 @@ def test_views_count_as_what_they_show(view: object) -> None:
         assert checksum(shown) != checksum(shifted)
 
 
+def test_what_was_read_can_be_resized() -> None:
+    """As FSDP2 does with the parameters that it gathers; a storage that NumPy has seen could not be."""
+    tensor = torch.randn(100)
+    checksum(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 def test_reading_needs_no_copy() -> None:
     tensor = torch.randn(1 << 20)
     meter = ProfilerMeter()

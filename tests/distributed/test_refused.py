@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from lightning_mimose import MimoseCallback, UnsupportedError
+from lightning_mimose import Mimose, MimoseCallback, UnsupportedError
 from lightning_mimose.plugin.support import check_strategy
 from tests.helpers.models import Task, TinyText
 
@@ -42,7 +42,6 @@ def set_up(kind: type[Strategy]) -> None:
             (FSDPStrategy, "flat parameters", "FSDPStrategy"),
             (Own, "flat parameters", "FSDPStrategy"),
             (DeepSpeedStrategy, "partitions parameters", "DeepSpeedStrategy"),
-            (ModelParallelStrategy, "come and go in a step", "ModelParallelStrategy (FSDP2, tensor parallel)"),
         )
     ],
 )
@@ -55,11 +54,28 @@ def test_by_name(kind: type[Strategy], reason: str) -> None:
 @pytest.mark.conformance("Several ranks", "a strategy that was never tried", "refused")
 def test_an_unknown_strategy() -> None:
     """Whatever it is, it is not taken for one that works."""
-    with pytest.raises(UnsupportedError, match=r"Unknown was never tried.* 'ddp'"):
+    with pytest.raises(UnsupportedError, match=r"Unknown was never tried.* 'ddp' or ModelParallelStrategy"):
         check_strategy(Unknown())
 
 
-def test_ddp_passes() -> None:
+class FullyShardedDataParallel(TinyText):
+    """Goes by the name of FSDP1's wrapper, which cannot be made without an accelerator."""
+
+
+class DeepSpeedEngine(TinyText):
+    """Goes by the name of DeepSpeed's."""
+
+
+@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, DeepSpeedEngine])
+@pytest.mark.conformance("Several ranks", "FSDP1 and DeepSpeed in a plain loop", "refused")
+def test_in_a_plain_loop(wrapper: type[TinyText]) -> None:
+    """There is no strategy to tell them by."""
+    with pytest.raises(UnsupportedError, match=f"{wrapper.__name__} is not supported: .* use fully_shard"):
+        Mimose(wrapper(), budget="8GB")
+
+
+def test_what_passes() -> None:
     """And so does a subclass."""
     check_strategy(DDPStrategy())
+    check_strategy(ModelParallelStrategy())
     check_strategy(type("Own", (DDPStrategy,), {})())
