@@ -6,10 +6,10 @@ The engine asks it at every step; reports, `explain` and a user's questions ask 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, MimoseError
 from lightning_mimose.measure.observe import Observation
-from lightning_mimose.plan import Plan, PlanCache, Scheduler
-from lightning_mimose.plan.optimal import least_peak_heuristic, smallest_feasible
+from lightning_mimose.plan import Plan, Planner, PlannerChoice
+from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
@@ -30,8 +30,6 @@ from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker
 
 log = logging.getLogger(__name__)
-
-PlannerChoice = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
 
 RESERVE_SHARE = 0.002
 """Share of the budget kept free of plans: small allocations that no column describes (logged scalars, hooks)."""
@@ -49,8 +47,6 @@ UNSCALED_SHARE = 0.02
 """What of a unit may not be proportional to the batch, where the batch never varied."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
-LEAST_SECONDS = 2.0
-"""How long to look for a plan that fits before refusing a batch."""
 STATE_VERSION = 2
 
 
@@ -115,8 +111,7 @@ class Advisor:
         self.fingerprint = fingerprint
         self.tracker = SizeTracker(size_fn)
         self.estimator = Estimator()
-        self.cache = PlanCache()
-        self.scheduler = Scheduler(planner)
+        self.planner = Planner(planner)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
         self._unlean: frozenset[str] = frozenset()
@@ -157,7 +152,7 @@ class Advisor:
         self.estimator.resident_bytes = self.resident.total_bytes
         rounded = size.rounded_up()
         key = (rounded, self.resident)
-        plan = self.cache.get(key, self.budget_bytes)
+        plan = self.planner.cache.get(key, self.budget_bytes)
         hit, infeasible = plan is not None, False
         if plan is None:
             prediction = self.estimator.predict(dict(rounded.dims))
@@ -167,10 +162,11 @@ class Advisor:
                 return Advice(self._beyond_shelter(self._timeline(prediction, resident)), None, False)
             self._announce()
             timeline = self._timeline(prediction, resident)
-            plan, infeasible = self._plan(timeline, prediction, key)
-            if infeasible and self.sure_bytes(timeline) <= self.budget_bytes:
-                # What the actions asked for cannot do (yet), the shelter can.
-                self.cache.clear()
+            margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
+            sheltered = self.sure_bytes(timeline) <= self.budget_bytes
+            menu = self.menu(timeline)
+            plan, infeasible = self.planner.plan(key, menu, self.budget_bytes, margin, can_wait=sheltered)
+            if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
         peak = self._actual_peak(size, rounded, plan, resident)
         return Advice(plan, peak, hit, infeasible)
@@ -180,47 +176,9 @@ class Advisor:
             self._announced = True
             self.announce(f"mimose: {len(self.estimator)} sizes measured, planning begins")
 
-    def _plan(self, timeline: Timeline, prediction: Prediction, key: Any) -> tuple[Plan, bool]:
-        budget, cache = self.budget_bytes, self.cache
-        incumbents = cache.incumbents(key, budget)
-        menu = self.menu(timeline)
-        for target in self._targets(menu, budget, self._margin_bytes(prediction, timeline, budget)):
-            current: list[Plan] = []
-
-            def better(plan: Plan, current: list[Plan] = current) -> None:
-                # From the planner's thread, maybe after the step has started: the next batch of this size takes it.
-                if current:
-                    cache.replace(key, budget, current[0], plan)
-
-            plan = self.scheduler.plan(menu, target, incumbents=incumbents, on_better=better)
-            if plan is not None:
-                cache.put(key, budget, plan)
-                current.append(plan)
-                return plan, False
-        least = self.least(timeline)
-        cache.put(key, budget, least)
-        return least, least.predicted_peak_bytes > budget
-
-    def _targets(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Iterator[int]:
-        """What plans are asked to stay within: the budget less its margin, or else the least that is possible.
-
-        Not the budget itself: a plan that uses the margin would be faster than that of a somewhat larger budget.
-        """
-        yield budget_bytes - margin_bytes
-        if self.scheduler.planner == "greedy":
-            yield budget_bytes
-        elif not callable(self.scheduler.planner):
-            least = smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS).predicted_peak_bytes
-            if least <= budget_bytes:
-                yield max(least, budget_bytes - margin_bytes)
-
     def least(self, timeline: Timeline) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
-        menu = self.menu(timeline)
-        least = least_peak_heuristic(menu)
-        if least.predicted_peak_bytes <= self.budget_bytes:
-            return least
-        return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
+        return self.planner.least(self.menu(timeline), self.budget_bytes)
 
     def _beyond_shelter(self, timeline: Timeline) -> Plan | None:
         """A plan for a size that is not trusted yet, where the shelter is expected to break the budget.
@@ -285,7 +243,7 @@ class Advisor:
         """
         if unlean != self._unlean or divisible != self._divisible:
             self._unlean, self._divisible = frozenset(unlean), frozenset(divisible)
-            self.cache.clear()
+            self.planner.forget()
 
     def menu(self, timeline: Timeline) -> Timeline:
         """What plans may choose from."""
@@ -377,7 +335,7 @@ class Advisor:
         """Plan without some units, from now on."""
         if units != self.left_out:
             self.left_out = set(units)
-            self.cache.clear()
+            self.planner.forget()
             self._actual_peaks.clear()
 
     def most_saving(self, size: BatchSize, resident: Resident) -> Advice:
@@ -416,7 +374,7 @@ class Advisor:
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
-        self.cache.clear()
+        self.planner.forget()
         self._actual_peaks.clear()
 
     def verify(
@@ -439,7 +397,7 @@ class Advisor:
         bound = self.estimator.varies or any(action in (OFFLOAD, *SPLITS) for action in dict(plan).values())
         if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
             return
-        self.cache.clear()
+        self.planner.forget()
         self._actual_peaks.clear()
         prediction = self.estimator.predict(dict(size.dims))
         if self._inputs_die:
@@ -456,12 +414,12 @@ class Advisor:
         """The device had less than was planned with: keep a share of the budget free for a while."""
         if predicted_bytes is not None:
             self._surplus_bytes = max(self._surplus_bytes, int(OUT_OF_MEMORY_SHARE * self.budget_bytes))
-        self.cache.clear()
+        self.planner.forget()
 
     def forget(self) -> None:
         """What is trained has changed: nothing that was measured before holds any more."""
         self.estimator = Estimator()
-        self.cache.clear()
+        self.planner.forget()
         self._actual_peaks.clear()
         self._inputs_die = None
 
@@ -473,7 +431,7 @@ class Advisor:
         self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
         gap = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
         if gap > 1.05 * self._fragmentation_bytes:
-            self.cache.clear()
+            self.planner.forget()
         self._fragmentation_bytes = gap
 
     # --- asking -----------------------------------------------------------------------------------------------
@@ -487,11 +445,9 @@ class Advisor:
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         timeline, prediction = self.timeline(batch_or_size)
-        menu = self.menu(timeline)
-        for target in self._targets(menu, budget, self._margin_bytes(prediction, timeline, budget)):
-            plan = self.scheduler.plan(menu, target)
-            if plan is not None:
-                return plan
+        plan = self.planner.answer(self.menu(timeline), budget, self._margin_bytes(prediction, timeline, budget))
+        if plan is not None:
+            return plan
         least = self.sure_bytes(timeline)
         raise BudgetInfeasibleError(
             f"No plan keeps {batch_or_size if _is_size(batch_or_size) else 'this batch'} inside {budget:,} bytes "

@@ -26,7 +26,7 @@ from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advisor import Advice, Advisor, PlannerChoice, with_reserve
+from lightning_mimose.advisor import Advice, Advisor, with_reserve
 from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
@@ -45,7 +45,7 @@ from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.trace import StepTrace
-from lightning_mimose.plan import Plan
+from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import device_memory_error, infeasible_error
 from lightning_mimose.report.record import StepRecord
@@ -236,7 +236,7 @@ class Engine:
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
         with ExitStack() as last:  # each of these runs, whatever another one raises
-            last.callback(self.advisor.scheduler.close)
+            last.callback(self.advisor.planner.scheduler.close)
             last.callback(self._cap.restore)
             last.callback(self._caches.restore)
             for unit in self._patched:
@@ -399,10 +399,12 @@ class Engine:
         self.session.arm(step.actions, None)
         session, waiting = self.session, self._untried()
         session.tries, session.split_tries = set(), set()
-        if waiting and not step.retried:
+        if step.retried or step.advice.cache_hit:
+            return  # a plan that is known had its room looked at when it was made
+        if waiting:
             session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
             session.armed = session.armed or bool(session.tries)
-        if session.unsplit and not step.retried:
+        if session.unsplit:
             room = self.advisor.room_to_try(step.size, step.resident, step.advice, split=True)
             session.split_tries = session.unsplit & self.advisor.shelter.keys() & room
 
@@ -723,7 +725,7 @@ class Engine:
     def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
         what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
         if self.on_infeasible == "raise":
-            self.advisor.cache.clear()  # a loop that goes on after the error must be refused again, not find the plan
+            self.advisor.planner.forget()  # a loop that goes on after the error must be refused again, not find the plan
             raise infeasible_error(self.budget_bytes, resident.total_bytes, sure, what)
         warnings.warn(
             f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",

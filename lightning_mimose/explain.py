@@ -144,7 +144,7 @@ class _Asker:
                 return None
         else:
             # The margin a run would keep is as uncertain as the prediction, and would hide what is expected.
-            plan = advisor.scheduler.plan(advisor.menu(timeline), amount)
+            plan = advisor.planner.scheduler.plan(advisor.menu(timeline), amount)
         if plan is None:
             return None
         return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
