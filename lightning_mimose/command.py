@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_mimose.errors import MimoseError, SizeError
 
@@ -23,6 +23,18 @@ The model is run on scaled-down batches only, on the accelerator there is or els
 that device. Batches come from --batch, else from make_batch(**dims) or example_batch(**dims) (of the model or its
 module), else from train_dataloader() or example_input_array, stretched to the size, else, for models of transformers,
 from the configuration."""
+
+
+_BENCH = """\
+examples:
+  lightning-mimose bench                                     one built-in work, a few minutes
+  lightning-mimose bench --work all --alternatives all --budget 0.7,0.5,0.35 --output results
+  lightning-mimose bench my_package.my_module:MyModel --size batch=8,input_ids:1=128 \\
+      --size batch=8,input_ids:1=512 --alternatives layers,static,ours
+  lightning-mimose bench my_package.my_module:MyLightningModule --steps 12     batches of its train_dataloader()
+
+A budget is a share of what the activations of a plain run need (0.5), or bytes (2GB). Peaks come from a meter of its
+own, times from steps taken in turns. What the columns say: docs/benchmark.md."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed already
         return stop.code if isinstance(stop.code, int) else 2
     try:
-        return _explain(arguments)
+        return _bench(arguments) if arguments.command == "bench" else _explain(arguments)
     except MimoseError as error:
         print(f"lightning-mimose: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -75,7 +87,74 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--batch", metavar="package.module:f", help="makes a batch from the dimensions as keywords")
     explain.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="what will train it")
     explain.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="the same training under every alternative, measured",
+        description="Trains the same batches under every way to save memory, in turns, and compares peaks and times.",
+        epilog=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument(
+        "model", nargs="?", metavar="package.module:Name", help="a model or LightningModule; built-in work if absent"
+    )
+    bench.add_argument("--work", default="", metavar="NAME,...", help='built-in works, or "all"; bert-squad if absent')
+    bench.add_argument("--scale", default="small", help="size of built-in works: tiny, small (default), paper (GPU)")
+    bench.add_argument("--force", action="store_true", help="run the paper's size on a CPU all the same")
+    bench.add_argument("--size", action="append", default=[], metavar="NAME=N,...", help="one batch of your model each")
+    bench.add_argument("--init", action="append", default=[], metavar="NAME=VALUE", help="an argument of your model")
+    bench.add_argument("--batch", metavar="package.module:f", help="makes a batch from the dimensions as keywords")
+    bench.add_argument("--budget", default="0.5", metavar="B,...", help="shares of the activations, or bytes (0.5)")
+    bench.add_argument(
+        "--alternatives", default="", metavar="NAME,...", help='what to compare, or "all" (compiling takes minutes)'
+    )
+    bench.add_argument("--steps", type=int, default=8, help="batches of an epoch (8)")
+    bench.add_argument("--repeats", type=int, default=5, help="how often everything is measured (5)")
+    bench.add_argument(
+        "--output", metavar="FOLDER", help="where bench.json and the plots go; nothing is written if absent"
+    )
+    bench.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from lightning_mimose.bench.command import Options, bench
+
+    options = Options(
+        model=arguments.model,
+        works=_names(arguments.work),
+        scale=arguments.scale,
+        sizes=[_size(text) for text in arguments.size],
+        init=dict(_value(text) for text in arguments.init),
+        batch=arguments.batch,
+        budgets=_names(arguments.budget) or ["0.5"],
+        alternatives=_names(arguments.alternatives),
+        steps=arguments.steps,
+        repeats=arguments.repeats,
+        output=Path(arguments.output) if arguments.output else None,
+        force=arguments.force,
+    )
+    screen = sys.stdout
+
+    def show(tables: Sequence[Any]) -> None:
+        if not arguments.json:
+            _print(tables, screen, width=100)
+            print(file=screen, flush=True)
+
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints must not end up in the document
+        content = bench(options, show)
+    if arguments.json:
+        print(json.dumps(content, indent=1))
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -130,18 +209,19 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(shown: Sequence[Any]) -> None:
-    from lightning_mimose.report.text import plain, rich_tables
+def _print(shown: Sequence[Any], screen: TextIO | None = None, width: int | None = None) -> None:
+    from lightning_mimose.report.text import WIDTH, plain, rich_tables
 
-    if sys.stdout.isatty():
+    screen = screen or sys.stdout
+    if screen.isatty():
         with contextlib.suppress(ImportError):
             from rich.console import Console
 
-            console = Console()
+            console = Console(file=screen)
             for table in rich_tables(shown):
                 console.print(table)
             return
-    print(plain(shown))
+    print(plain(shown, width or WIDTH), file=screen)
 
 
 def _size(text: str) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.engine import Engine
 from lightning_mimose.errors import MimoseError
-from lightning_mimose.loop import _own_loss
+from lightning_mimose.loop import own_loss
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.samples import MakeBatch, say
 
@@ -92,7 +92,7 @@ def learn(
     Raises:
         MimoseError: The model cannot be run, or nothing in it can be planned.
     """
-    where = device or _device()
+    where = device or training_device()
     batches = tuple(make_batch(size) for size in asked)
     model.to(where)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -108,8 +108,8 @@ def learn(
     engine.watch([optim])
     engine.attach()
     try:
-        with _loss_of(model) as loss_of:
-            student = _Student(model, engine, optim, loss_of, make_batch, where)
+        with loss_of(model) as loss:
+            student = _Student(model, engine, optim, loss, make_batch, where)
             done: list[Size] = []
             for size in student.plan(asked):
                 tell(f"step {len(done) + 1}, at most {MOST_SIZES}: {_words(size)}")
@@ -241,11 +241,11 @@ def scaled(name: str, values: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def _loss_of(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+def loss_of(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
     """The loss of a batch as training would compute it; a LightningModule's logging is off meanwhile."""
     if not isinstance(model, LightningModule):
         model.train()
-        yield lambda batch: _own_loss(model, batch)
+        yield lambda batch: own_loss(model, batch)
         return
     if not model.automatic_optimization:
         raise MimoseError(
@@ -277,7 +277,8 @@ def _trusted(advisor: Advisor, batch: Any) -> bool:
         return False
 
 
-def _device() -> torch.device:
+def training_device() -> torch.device:
+    """The accelerator there is, else the CPU."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device if device is not None and device.type == "cuda" else torch.device("cpu")
 

@@ -67,7 +67,7 @@ class Mimose:
     ) -> None:
         self._model: nn.Module | None = model
         self._optimizer = optimizer
-        self._loss_fn = loss_fn or _own_loss
+        self._loss_fn = loss_fn or own_loss
         self._history = History()
         self._engine: Engine | None = Engine(
             model,
@@ -171,7 +171,12 @@ class Mimose:
         self.close()
 
 
-def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a model returns for a batch: a mapping goes in by keyword, a sequence by position.
+
+    Raises:
+        TypeError: What it returned holds no scalar loss.
+    """
     if isinstance(batch, Mapping):
         out = model(**batch)
     elif isinstance(batch, (tuple, list)):

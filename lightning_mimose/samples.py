@@ -1,4 +1,4 @@
-"""What `lightning-mimose explain` works on: a model by name, and batches for it of any size."""
+"""What `lightning-mimose explain` and `bench` work on: a model by name, and batches for it of any size."""
 
 from __future__ import annotations
 
@@ -132,18 +132,28 @@ def _calling(maker: Callable[..., Any]) -> MakeBatch:
 
 def _taken(model: Any) -> list[Any]:
     """A few batches of the model's own."""
+    taken = loader_batches(model, 3)
+    example = getattr(model, "example_input_array", None)
+    return taken or ([] if example is None else [example])
+
+
+def loader_batches(model: Any, count: int) -> list[Any]:
+    """The first batches of a LightningModule's own `train_dataloader()`; none where it has no such method.
+
+    Raises:
+        MimoseError: The method failed.
+    """
     loader = getattr(type(model), "train_dataloader", None)
     base = next(
         (kind for kind in type(model).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))), None
     )
-    if base is not None and loader is not None and loader is not getattr(base, "train_dataloader", None):
-        try:
-            model.prepare_data()
-            return list(islice(model.train_dataloader(), 3))
-        except Exception as error:
-            raise MimoseError(f"{type(model).__name__}.train_dataloader() gave no batch ({say(error)}).") from error
-    example = getattr(model, "example_input_array", None)
-    return [] if example is None else [example]
+    if base is None or loader is None or loader is getattr(base, "train_dataloader", None):
+        return []
+    try:
+        model.prepare_data()
+        return list(islice(model.train_dataloader(), count))
+    except Exception as error:
+        raise MimoseError(f"{type(model).__name__}.train_dataloader() gave no batch ({say(error)}).") from error
 
 
 def _made_up(model: Any) -> dict[str, torch.Tensor]:

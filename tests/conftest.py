@@ -11,7 +11,7 @@ import pytest
 
 # Threads that spin while somebody else has the core: on two busy ones a convolution is ten times slower for it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: see examples/meter.py
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: see bench/meter.py
 
 import lightning.pytorch as pl
 import torch

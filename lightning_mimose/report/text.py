@@ -32,8 +32,8 @@ class Table:
     note: str = ""
 
 
-def plain(tables: Sequence[Table]) -> str:
-    """Tables as text of at most `WIDTH` columns (ASCII only, as far as the cells are), without a trailing newline.
+def plain(tables: Sequence[Table], width: int = WIDTH) -> str:
+    """Tables as text of at most `width` columns (ASCII only, as far as the cells are), without a trailing newline.
 
     Example:
         >>> print(plain([Table("Sizes", (("3 to 61", "2.0"),), header=("tokens", "units recomputed"))]))
@@ -42,7 +42,7 @@ def plain(tables: Sequence[Table]) -> str:
         tokens   units recomputed
         3 to 61               2.0
     """
-    return "\n\n".join("\n".join(_lines(table)) for table in tables)
+    return "\n\n".join("\n".join(_lines(table, width)) for table in tables)
 
 
 def shorten(text: str, width: int) -> str:
@@ -58,25 +58,25 @@ def shorten(text: str, width: int) -> str:
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
 
 
-def _lines(table: Table) -> Iterator[str]:
+def _lines(table: Table, width: int) -> Iterator[str]:
     yield table.title
-    yield "-" * min(WIDTH, len(table.title))
+    yield "-" * min(width, len(table.title))
     if not table.header:
         label_width = max([len(row[0]) for row in table.rows] + [_LABEL])
         for label, value in table.rows:
-            first, *more = textwrap.wrap(value, WIDTH - label_width - 2) or [""]
+            first, *more = textwrap.wrap(value, width - label_width - 2) or [""]
             yield f"{label:<{label_width}}  {first}".rstrip()
             yield from (" " * (label_width + 2) + line for line in more)
     else:
         cells = [table.header, *table.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths[0] = max(12, min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)))
+        widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
         for row in cells:
             first = shorten(row[0], widths[0]).ljust(widths[0])
-            rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            rest = (cell.rjust(column) for cell, column in zip(row[1:], widths[1:], strict=True))
             yield "  ".join([first, *rest]).rstrip()
     if table.note:
-        yield from textwrap.wrap(table.note, WIDTH)
+        yield from textwrap.wrap(table.note, width)
 
 
 def rich_tables(tables: Sequence[Table]) -> Iterator[RichTable]:

@@ -1,7 +1,7 @@
-"""The independent meter, from the one place where it lives: `examples/meter.py`."""
+"""The independent meter, from the one place where it lives."""
 
 from __future__ import annotations
 
-from meter import MeterCallback, PeakMeter, StepTimes
+from lightning_mimose.bench.meter import MeterCallback, PeakMeter, StepTimes
 
 __all__ = ["MeterCallback", "PeakMeter", "StepTimes"]

@@ -93,10 +93,11 @@ def state():
         "random": hash(random.getstate()), "rng": torch.get_rng_state().sum().item(),
         "cuda": torch.cuda.is_initialized(), "filters": len(__import__("warnings").filters),
         "heavy": sorted({m.split(".")[0] for m in sys.modules} & set(heavy)), "scipy": "scipy.optimize" in sys.modules,
+        "bench": [m for m in sys.modules if m.startswith("lightning_mimose.bench")],
     }
 
 names, before = set(StrategyRegistry.available_strategies()), state()
-import lightning_mimose
+import lightning_mimose.command
 after, new = state(), sorted(set(StrategyRegistry.available_strategies()) - names)
 print(json.dumps([before == after, {k: [before[k], after[k]] for k in before if before[k] != after[k]}, new]))
 """

@@ -1,0 +1,21 @@
+"""Doing nothing, and keeping what is saved in host memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.autograd.graph import save_on_cpu
+
+from lightning_mimose.bench.runner import Case, Runner
+
+
+def plain(case: Case) -> Runner:
+    """Everything is kept."""
+    return Runner(case)
+
+
+def on_cpu(case: Case) -> Runner:
+    """`torch.autograd.graph.save_on_cpu`: every saved tensor is copied to host memory and back."""
+    on_host = case.device.type == "cpu"
+    notes = ["On a CPU it copies into the same memory: what it costs is real, what it spares is nothing."]
+    return Runner(case, around=partial(save_on_cpu, pin_memory=not on_host), notes=notes if on_host else ())

@@ -1,0 +1,161 @@
+"""What `lightning-mimose bench` does once its arguments are read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from lightning_mimose.bench.alternatives import chosen
+from lightning_mimose.bench.output import LEGEND, document, tables, write
+from lightning_mimose.bench.plots import draw
+from lightning_mimose.bench.progress import Progress
+from lightning_mimose.bench.race import Ask, Raced, race
+from lightning_mimose.bench.work import BUILT_IN, DEFAULT, SCALES, Work, built_in, on, own
+from lightning_mimose.budget import parse_budget
+from lightning_mimose.errors import BudgetError, MimoseError, UnsupportedError
+from lightning_mimose.learn import training_device
+from lightning_mimose.report.text import Table
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for.
+
+    Attributes:
+        model: A model of the user's own, as `package.module:Name`; None for built-in works.
+        works: Names of built-in works; "all" stands for every one.
+        scale: Their size.
+        sizes: Named dimensions, one batch each, for a model of the user's own.
+        init: Its arguments.
+        batch: What makes its batches.
+        budgets: Shares of the plain run's activation memory, or bytes.
+        alternatives: Names; none for all.
+        steps: Batches of an epoch.
+        repeats: How often everything is taken.
+        output: Where JSON and plots go; None writes nothing.
+        force: Whether the paper's size runs on a CPU.
+    """
+
+    model: str | None = None
+    works: Sequence[str] = ()
+    scale: str = "small"
+    sizes: Sequence[Mapping[str, int]] = ()
+    init: Mapping[str, Any] = field(default_factory=dict)
+    batch: str | None = None
+    budgets: Sequence[str] = ("0.5",)
+    alternatives: Sequence[str] = ()
+    steps: int = 8
+    repeats: int = 5
+    output: Path | None = None
+    force: bool = False
+
+
+def bench(options: Options, show: Callable[[Sequence[Table]], None]) -> dict[str, Any]:
+    """Run it.
+
+    Args:
+        options: What was asked for; everything is checked before anything runs.
+        show: Given the tables of each work as soon as it is done.
+
+    Returns:
+        The JSON document.
+
+    Raises:
+        MimoseError: Something asked for does not exist, cannot be read or cannot be done.
+    """
+    alternatives = chosen(options.alternatives)
+    asks = [_ask(text) for text in options.budgets]
+    device = training_device()
+    if options.steps < 1 or options.repeats < 1:
+        raise MimoseError("--steps and --repeats must be 1 or more.")
+    works = [on(make(), device) for make in list(_works(options, device))]
+    races: list[Raced] = []
+    content: dict[str, Any] = {}
+    asked = {name: value for name, value in vars(options).items() if name != "output"}
+    texts = [ask.text for ask in asks]
+    with _quiet(), Progress() as progress:
+        for work in works:
+            raced = race(work, device, asks, alternatives, repeats=options.repeats, progress=progress)
+            races.append(raced)
+            content = document(races, asked, device)
+            show(list(tables(raced, texts)))
+            if options.output is not None:  # after each work, so that stopping loses the last one only
+                write(options.output / "bench.json", content)
+                draw(raced, texts, options.output)
+    show([Table("How to read this", (("columns", LEGEND),))])
+    return content
+
+
+def _works(options: Options, device: torch.device) -> Iterator[Callable[[], Work]]:
+    if options.model is not None:
+        if options.works:
+            raise MimoseError("--work names a built-in work, and a model of your own was named too. Choose one.")
+        yield lambda: own(str(options.model), options.init, options.sizes, options.batch, options.steps)
+        return
+    if options.sizes or options.init or options.batch:
+        raise MimoseError("--size, --init and --batch are for a model of your own: name it as package.module:Name.")
+    scale = next((scale for scale in SCALES if scale == options.scale), None)
+    if scale is None:
+        raise MimoseError(f"There is no scale {options.scale!r}. There are {', '.join(SCALES)}.")
+    if scale == "paper" and device.type == "cpu" and not options.force:
+        raise UnsupportedError(
+            "The paper's size (BERT-base, batch 12 to 32, budgets of 4 to 8 GB) is meant for a GPU, and none is "
+            "here: a step would take half a minute. --force runs it all the same."
+        )
+    names = list(options.works) or [DEFAULT]
+    for name in BUILT_IN if names == ["all"] else names:
+        yield lambda name=name: built_in(name, scale, options.steps)  # type: ignore[misc]
+
+
+def _ask(text: str) -> Ask:
+    budget = parse_budget(text)
+    if budget.kind not in ("bytes", "fraction"):
+        raise BudgetError(
+            f"The budget {text!r} has no meaning here. Write a share of the plain run's activation memory (0.5), "
+            "or bytes (2GB)."
+        )
+    return Ask(text, budget)
+
+
+def _say_it_now() -> None:
+    """Have torch's one line about memory that is older than a measurement said where nobody reads it.
+
+    It says it once, straight to the process's stderr, and reads whether it may when it is imported.
+    """
+    older = torch.empty(1024)
+    kept = os.dup(2)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        with profile(use_kineto=True, profile_memory=True):
+            del older
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No chatter between the rows of a table; what alternatives have to say is in their notes."""
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_mimose", "transformers", "torch")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _say_it_now()
+            yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -1,0 +1,330 @@
+"""Runs every alternative on the same batches, in turns.
+
+Peaks and times are taken in passes of their own, so that no meter runs while time is taken. In a timed pass every step
+runs twice in a row and the second is timed: the first pays for memory that the alternative before it gave back. The
+order is shuffled for every batch of every repeat, and dropout has the same seed for everyone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mimose.bench.alternatives import CONTROL, PLAIN, Alternative
+from lightning_mimose.bench.dtr import simulate
+from lightning_mimose.bench.figures import Measured
+from lightning_mimose.bench.meter import meter_of
+from lightning_mimose.bench.progress import Progress
+from lightning_mimose.bench.runner import Case, MimoseRunner, NotRun, Runner
+from lightning_mimose.bench.trace import record
+from lightning_mimose.bench.work import Work
+from lightning_mimose.budget import Budget
+from lightning_mimose.errors import BudgetError, BudgetInfeasibleError
+from lightning_mimose.samples import say
+
+RECORDINGS = 3
+"""How often the step that DTR is simulated on is recorded; its operations' times differ."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A budget as it was asked for: a share of the plain run's activation memory, or bytes."""
+
+    text: str
+    budget: Budget
+
+    def resolve(self, resident_bytes: int, peak_bytes: int) -> int:
+        """In bytes, for a work whose plain run finds that much resident and reaches that peak."""
+        if self.budget.kind == "bytes":
+            return int(self.budget.amount)
+        return int(resident_bytes + self.budget.amount * (peak_bytes - resident_bytes))
+
+
+@dataclass
+class Entry:
+    """One alternative under one budget, or under all where it knows none.
+
+    Attributes:
+        alternative: Which.
+        asks: The budgets that it stands for.
+        budget_bytes: What it is told.
+        measured: What it did.
+        runner: While it runs.
+    """
+
+    alternative: Alternative
+    asks: tuple[Ask, ...]
+    budget_bytes: int
+    measured: Measured
+    runner: Runner | None = None
+
+
+@dataclass
+class Raced:
+    """What a race over one work found.
+
+    Attributes:
+        work: The work.
+        budgets_bytes: Ask's text -> bytes.
+        resident_bytes: What a plain step found resident.
+        entries: Every alternative, under each budget or under all.
+    """
+
+    work: Work
+    budgets_bytes: dict[str, int]
+    resident_bytes: int
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def plain(self) -> Measured:
+        """The plain run."""
+        return next(entry.measured for entry in self.entries if entry.alternative.name == PLAIN)
+
+    def under(self, ask: str) -> list[Measured]:
+        """Every alternative under one budget, in the table's order."""
+        return [entry.measured for entry in self.entries if ask in [each.text for each in entry.asks]]
+
+
+def race(
+    work: Work,
+    device: torch.device,
+    asks: Sequence[Ask],
+    alternatives: Sequence[Alternative],
+    *,
+    repeats: int,
+    progress: Progress,
+) -> Raced:
+    """Run one work under every alternative and budget.
+
+    Args:
+        work: What is trained.
+        device: Where its batches are.
+        asks: Budgets.
+        alternatives: What to compare; plain among them.
+        repeats: How often peaks and times are taken.
+        progress: Told about every step.
+
+    Raises:
+        BudgetError: A budget in bytes that not even the model fits in.
+    """
+    progress.tell(f"{work.name}: a plain run, to know what the budgets are")
+    peaks, resident_bytes = _plain_peaks(work, device)
+    raced = Raced(work, {ask.text: ask.resolve(resident_bytes, max(peaks)) for ask in asks}, resident_bytes)
+    for text, budget_bytes in raced.budgets_bytes.items():
+        if budget_bytes <= resident_bytes:
+            raise BudgetError(
+                f"The budget {text} is {budget_bytes:,} bytes, but {work.name} has {resident_bytes:,} bytes resident "
+                "before a step begins."
+            )
+    largest, shared = work.batches[peaks.index(max(peaks))], dict[str, Any]()
+    for alternative in alternatives:
+        for group in [(ask,) for ask in asks] if alternative.budgeted else [tuple(asks)]:
+            raced.entries.append(
+                Entry(
+                    alternative,
+                    group,
+                    raced.budgets_bytes[group[0].text],
+                    Measured(alternative.name, alternative.title, "simulated" if alternative.simulated else "ran"),
+                )
+            )
+    running = [entry for entry in raced.entries if not entry.alternative.simulated]
+    progress.begin(work.name, len(running) * len(work.batches) * (3 * repeats + 1))
+    for entry in running:
+        progress.tell(f"{work.name}: {entry.alternative.title}, first epoch")
+        case = Case(work, device, entry.budget_bytes, largest, resident_bytes, shared, progress.tell)
+        _attempt(entry, _start, entry, case, progress)
+    order = random.Random(0)
+    for repeat in range(repeats):
+        progress.tell(f"{work.name}: repeat {repeat + 1} of {repeats}")
+        for measured_pass in (_peaks, _seconds) if repeat else (_seconds,):
+            _pass(raced, measured_pass, order, progress)
+    for entry in running:
+        progress.tell(f"{work.name}: {entry.alternative.title}, counting operations")
+        _attempt(entry, _count, entry, work, progress)
+        _finish(entry)
+    simulated = [entry for entry in raced.entries if entry.alternative.simulated]
+    if simulated:
+        progress.tell(f"{work.name}: recording operations for the simulation")
+        _simulate(simulated, raced, device)
+    return raced
+
+
+def _attempt(entry: Entry, act: Callable[..., None], *args: Any) -> None:
+    """Do something to an alternative that is still in; where it fails, its row says why and the others go on."""
+    measured = entry.measured
+    if measured.status != "ran":
+        return
+    try:
+        act(*args)
+        return
+    except NotRun as reason:
+        measured.status, measured.why = "not run", str(reason)
+    except BudgetInfeasibleError as error:
+        needs = f"{(error.smallest_feasible_bytes or 0) / 1e6:,.1f} MB"
+        measured.status, measured.why = "refused", f"refused by its planner: a batch needs {needs}"
+    except Exception as error:
+        measured.status, measured.why = "failed", say(error)[:300]
+    _close(entry)
+
+
+def _start(entry: Entry, case: Case, progress: Progress) -> None:
+    """Make the runner and run its first epoch on the meter."""
+    assert entry.alternative.make is not None
+    torch.manual_seed(0)
+    runner = entry.runner = entry.alternative.make(case)
+    epoch: list[int] = []
+    for index, batch in enumerate(case.work.batches):
+        epoch.append(_metered(runner, batch, index, entry.measured))
+        entry.measured.gradients.append(_digest(runner.model))
+        progress.advance()
+    entry.measured.peaks_bytes.append(epoch)
+
+
+def _pass(raced: Raced, take: Callable[[Entry, Any, int], None], order: random.Random, progress: Progress) -> None:
+    """One epoch of everybody who is still in, batch by batch in another order each time."""
+    ran = [entry for entry in raced.entries if entry.runner is not None]
+    for entry in ran:
+        (entry.measured.peaks_bytes if take is _peaks else entry.measured.seconds).append([])
+    for index, batch in enumerate(raced.work.batches):
+        for entry in order.sample(ran, len(ran)):
+            _attempt(entry, take, entry, batch, index)
+            progress.advance(1 if take is _peaks else 2)
+
+
+def _peaks(entry: Entry, batch: Any, seed: int) -> None:
+    assert entry.runner is not None
+    entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
+
+
+def _seconds(entry: Entry, batch: Any, seed: int) -> None:
+    runner = entry.runner
+    assert runner is not None
+    for timed in (False, True):
+        torch.manual_seed(seed)
+        _synchronize(runner.case.device)
+        began = time.perf_counter()
+        runner.step(batch)
+        _synchronize(runner.case.device)
+        if timed:
+            entry.measured.seconds[-1].append(time.perf_counter() - began)
+
+
+def _metered(runner: Runner, batch: Any, seed: int, measured: Measured) -> int:
+    """The true peak of one step; what the package predicted for it is noted beside it."""
+    torch.manual_seed(seed)
+    with meter_of(runner.case.device, runner.model, runner.optimizer, batch) as meter:
+        runner.step(batch)
+    if isinstance(runner, MimoseRunner):
+        last = runner.mimose.records[-1]
+        measured.sheltered_steps = (measured.sheltered_steps or 0) + last.sheltered
+        if last.predicted_peak_bytes is not None:
+            measured.predictions.append((last.predicted_peak_bytes, meter.peak_bytes))
+    return meter.peak_bytes
+
+
+def _count(entry: Entry, work: Work, progress: Progress) -> None:
+    """Count the operations of one more epoch."""
+    runner = entry.runner
+    if runner is None or not runner.counts_flops:
+        return
+    total = 0
+    for index, batch in enumerate(work.batches):
+        torch.manual_seed(index)
+        with FlopCounterMode(display=False) as counter:
+            runner.step(batch)
+        total += int(counter.get_total_flops())
+        progress.advance()
+    entry.measured.operations = total
+
+
+def _finish(entry: Entry) -> None:
+    """Take what the runner knows about itself, and let go of it."""
+    runner, measured = entry.runner, entry.measured
+    if runner is None:
+        return
+    measured.notes, measured.ahead_seconds = list(runner.remarks()), runner.planning_seconds
+    if isinstance(runner, MimoseRunner):
+        planned = [record for record in runner.mimose.records if not record.sheltered]
+        measured.cold_seconds = [record.planning_seconds for record in planned if not record.cache_hit]
+        measured.cached_seconds = [record.planning_seconds for record in planned if record.cache_hit]
+    _close(entry)
+
+
+def _close(entry: Entry) -> None:
+    runner, entry.runner = entry.runner, None
+    if runner is not None:
+        runner.close()
+
+
+def _plain_peaks(work: Work, device: torch.device) -> tuple[list[int], int]:
+    """Peaks of a second epoch, the first of which makes the optimizer's state, and what was resident."""
+    from lightning_mimose.bench.alternatives.host import plain
+
+    runner = plain(Case(work, device, 0, None, 0))
+    peaks, resident_bytes = [], 0
+    runner.step(work.batches[0])
+    for index, batch in enumerate(work.batches):
+        torch.manual_seed(index)
+        with meter_of(device, runner.model, runner.optimizer, batch) as meter:
+            runner.step(batch)
+        peaks.append(meter.peak_bytes)
+        resident_bytes = max(resident_bytes, meter.resident_bytes)
+    return peaks, resident_bytes
+
+
+def _simulate(entries: Sequence[Entry], raced: Raced, device: torch.device) -> None:
+    """DTR on the operations of plain steps, as often as they are recorded; times are multiples of the plain run's."""
+    from lightning_mimose.bench.alternatives.host import plain
+
+    runner = plain(Case(raced.work, device, 0, None, 0))
+    runner.step(raced.work.batches[0])
+    gradients_bytes = sum(p.nbytes for p in runner.model.parameters() if p.requires_grad)
+    there_bytes = raced.resident_bytes - gradients_bytes
+    plain_seconds = [sorted(step)[len(step) // 2] for step in zip(*raced.plain.seconds, strict=True)]
+    for recording in range(RECORDINGS + 1):
+        for entry in entries:
+            if recording:
+                entry.measured.peaks_bytes.append([])
+                entry.measured.seconds.append([])
+        for index, batch in enumerate(raced.work.batches):
+            runner.optimizer.zero_grad()
+            torch.manual_seed(index)
+            trace = record(lambda batch=batch: runner.loss(batch).backward(), lambda: _synchronize(device))  # type: ignore[misc]
+            for entry in entries if recording else ():  # the first pays for what torch sets up once
+                done = simulate(trace, entry.budget_bytes - there_bytes)
+                if not done.fits:
+                    entry.measured.status, entry.measured.why = "refused", "simulated: a batch does not fit"
+                entry.measured.peaks_bytes[-1].append(there_bytes + done.peak_bytes)
+                entry.measured.seconds[-1].append(plain_seconds[index] * (1 + done.added_seconds / trace.seconds))
+    for entry in entries:
+        entry.measured.notes = [
+            "Simulated on recorded operations of plain steps: nothing of it ran. Its search for what to evict, "
+            "kernels' scratch memory and the optimizer's update are left out, in its favour."
+        ]
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """A digest of all gradients, bit for bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            digest.update(b"none")
+        else:
+            gradient = parameter.grad.detach().to_dense().contiguous().cpu()
+            digest.update(gradient.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+__all__ = ["CONTROL", "PLAIN", "Ask", "Entry", "Raced", "race"]

@@ -1,0 +1,122 @@
+"""One copy of the model, trained in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mimose.bench.work import Work
+from lightning_mimose.loop import Mimose
+
+
+class NotRun(Exception):
+    """An alternative cannot run here; the message says why, for its row in the table."""
+
+
+@dataclass
+class Case:
+    """What an alternative is made for.
+
+    Attributes:
+        work: Model, loss and batches.
+        device: Where they are.
+        budget_bytes: What a step may reach; meaningless to alternatives that know no budget.
+        largest: The batch with the highest peak when everything is kept.
+        resident_bytes: What a plain step finds resident.
+        shared: Kept between the budgets of one work, for what is found out once.
+        tell: Told what takes long.
+    """
+
+    work: Work
+    device: torch.device
+    budget_bytes: int
+    largest: Any
+    resident_bytes: int
+    shared: dict[str, Any] = field(default_factory=dict)
+    tell: Callable[[str], None] = lambda text: None
+
+
+class Runner:
+    """Trains one copy of the model; what an alternative does to it happens in `prepare` and around the forward.
+
+    Args:
+        case: What it is made for.
+        prepare: Changes the model before its first step.
+        around: Entered around every forward.
+        notes: What a reader must know, for below the table.
+        planning_seconds: What planning took before training.
+
+    Attributes:
+        model: The copy.
+        optimizer: AdamW.
+        counts_flops: Whether the operations it runs can be counted.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        prepare: Callable[[nn.Module], None] = lambda model: None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        notes: Sequence[str] = (),
+        planning_seconds: float | None = None,
+        counts_flops: bool = True,
+    ) -> None:
+        self.case, self.notes, self.planning_seconds = case, list(notes), planning_seconds
+        self.counts_flops, self._around = counts_flops, around
+        self.model = case.work.build()
+        prepare(self.model)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The forward."""
+        return self.case.work.loss(self.model, batch)
+
+    def step(self, batch: Any) -> None:
+        """One step, in the order of Lightning's automatic optimization: gradients are freed after the forward."""
+        with self._around():
+            loss = self.loss(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+    def remarks(self) -> list[str]:
+        """What a reader must know, once everything has run."""
+        return self.notes
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class MimoseRunner(Runner):
+    """Trains under this package.
+
+    Args:
+        case: What it is made for.
+        notes: What a reader must know.
+        options: Keyword arguments of `Mimose`.
+    """
+
+    def __init__(self, case: Case, *, notes: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(case, notes=notes)
+        self.mimose = Mimose(
+            self.model,
+            budget=case.budget_bytes,
+            optimizer=self.optimizer,
+            loss_fn=case.work.loss,
+            **options,
+        )
+
+    def step(self, batch: Any) -> None:
+        """One step inside the budget."""
+        self.mimose.step(batch)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.mimose.close()

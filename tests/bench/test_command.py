@@ -1,0 +1,143 @@
+"""`lightning-mimose bench`: a seconds-long form of the real benchmark, and what it says when asked wrongly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_mimose.bench.alternatives import ALTERNATIVES
+from lightning_mimose.bench.runner import Case, Runner
+from lightning_mimose.command import main
+
+EVERYTHING = ",".join(name for name, alternative in ALTERNATIVES.items() if not alternative.takes_minutes)
+
+PROJECT = '''
+import lightning.pytorch as pl
+import torch
+from tests.helpers.models import TinyText, loader, text_batch
+
+class Lit(pl.LightningModule):
+    """Logs, prints, and brings its own batches."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.model = TinyText(layers, 32)
+
+    def training_step(self, batch, batch_idx):
+        print("noise from the model")
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self):
+        return loader([text_batch(4, n) for n in (24, 40, 64, 32, 48)])
+
+class Text(TinyText):
+    def make_batch(self, batch, tokens):
+        return text_batch(batch, tokens)
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working directory."""
+    name = f"bench_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return name
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark_in_seconds(project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every alternative but the compiled one, a LightningModule of the user's, table, JSON and plots.
+
+    A step of this model is all overhead, so its times say nothing; peaks, bits and operations are the real ones.
+    """
+    arguments = [f"{project}:Lit", "--budget", "0.6", "--repeats", "2", "--output", "out"]
+    assert main(["bench", *arguments, "--alternatives", EVERYTHING]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "noise from" not in shown
+    document = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert {"date", "hardware", "versions", "works"} <= document.keys()
+    (work,) = document["works"]
+    (budget,) = work["budgets"]
+    rows = {row["name"]: row for row in budget["alternatives"]}
+    assert list(rows) == EVERYTHING.split(",")
+    assert not {name: row["why"] for name, row in rows.items() if row["status"] not in ("ran", "simulated")}
+    for name in ("ours", "recompute"):
+        figures = rows[name]["figures"]
+        assert figures["steps_over"]["high"] == 0
+        assert figures["bit_equal"]
+        assert figures["sheltered_steps"] > 0
+        assert figures["utilisation"]["value"] <= 1
+    assert rows["plain"]["figures"]["steps_over"]["high"] > 0
+    assert rows["plain"]["figures"]["time"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert rows["layers"]["figures"]["added_operations"] > 0
+    assert len(rows["ours"]["seconds"]) == len(rows["ours"]["peaks_bytes"]) == 2
+    pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert pictures == ["frontier-Lit.png", "peaks-Lit-0.6.png"]
+
+
+def test_one_batch_of_each_size(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--size", "batch=4,tokens=40", "--size", "batch=4,tokens=80"]
+    asked = ["bench", f"{project}:Text", *sizes, "--init", "layers=4", "--alternatives", "layers", "--repeats", "1"]
+    assert main([*asked, "--budget", "0.6", "--json"]) == 0
+    (work,) = json.loads(capsys.readouterr().out)["works"]
+    assert [len(row["seconds"][0]) for row in work["budgets"][0]["alternatives"]] == [2, 2, 2]
+
+
+def test_an_alternative_that_fails_has_a_row_that_says_why(
+    project: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(case: Case) -> Runner:
+        raise RuntimeError("no such luck,\nreally")
+
+    monkeypatch.setitem(ALTERNATIVES, "layers", replace(ALTERNATIVES["layers"], make=broken))
+    size = ["--size", "batch=2,tokens=16", "--budget", "0.9", "--repeats", "1"]
+    assert main(["bench", f"{project}:Text", *size, "--alternatives", "layers"]) == 0
+    shown = capsys.readouterr().out
+    assert "failed" in shown
+    assert "RuntimeError: no such luck, really" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--alternatives", "ours,magic"], "no alternative magic"),
+        (["--work", "bert-squid"], "no work 'bert-squid'"),
+        (["--scale", "enormous"], "no scale 'enormous'"),
+        (["no.such.module:Model"], "could not be imported"),
+        (["{project}:Nothing"], "could not be imported"),
+        (["--budget", "much"], "much"),
+        (["--budget", "auto"], "has no meaning here"),
+        (["--size", "batch=8"], "model of your own"),
+        (["{project}:Text", "--work", "gpt2"], "Choose one"),
+        (["{project}:Text"], "no train_dataloader"),
+        (["{project}:Text", "--size", "batch"], "cannot be read"),
+        (["{project}:Text", "--size", "batch=2,tokens=8", "--budget", "1KB"], "resident before a step begins"),
+        (["--repeats", "0"], "must be 1 or more"),
+        (["--scale", "paper"], "meant for a GPU"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, project: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *(argument.format(project=project) for argument in arguments)]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert said in line
+    assert not shown.out
+
+
+def test_without_transformers_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["bench"]) == 2
+    assert "lightning-mimose[bench]" in capsys.readouterr().err
