@@ -16,6 +16,7 @@ from lightning_mimose import Mimose, MimoseError
 from lightning_mimose.command import main
 from lightning_mimose.samples import batch_maker, build, load, stretch
 from tests.helpers.models import TinyText, text_batch
+from tests.helpers.projects import write_project
 
 PROJECT = '''
 import lightning.pytorch as pl
@@ -85,11 +86,7 @@ number = 3
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in the working directory, which is not on the path."""
-    name = f"project_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(PROJECT)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    return name
+    return write_project(PROJECT, tmp_path, monkeypatch)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
 
 from lightning_mimose.bench.alternatives import chosen
 from lightning_mimose.bench.output import LEGEND, document, tables, write
@@ -82,7 +82,7 @@ def bench(options: Options, show: Callable[[Sequence[Table]], None]) -> dict[str
     content: dict[str, Any] = {}
     asked = {name: value for name, value in vars(options).items() if name != "output"}
     texts = [ask.text for ask in asks]
-    with _quiet(), Progress() as progress:
+    with _quiet(), _without_native_lines(), Progress() as progress:
         for work in works:
             raced = race(work, device, asks, alternatives, repeats=options.repeats, progress=progress)
             races.append(raced)
@@ -126,22 +126,25 @@ def _ask(text: str) -> Ask:
     return Ask(text, budget)
 
 
-def _say_it_now() -> None:
-    """Have torch's one line about memory that is older than a measurement said where nobody reads it.
+@contextmanager
+def _without_native_lines() -> Iterator[None]:
+    """Lets only Python write to stderr.
 
-    It says it once, straight to the process's stderr, and reads whether it may when it is imported.
+    torch's allocator writes a line there for every thousandth block that is older than a measurement, and whether it
+    may is decided when torch is imported; compilers write theirs.
     """
-    older = torch.empty(1024)
-    kept = os.dup(2)
-    try:
+    with os.fdopen(os.dup(2), "w", buffering=1) as screen:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
-        with profile(use_kineto=True, profile_memory=True):
-            del older
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        try:
+            with ExitStack() as stack:
+                if sys.stderr is sys.__stderr__:  # else somebody reads it already, and does not read the descriptor
+                    stack.enter_context(redirect_stderr(screen))
+                    stack.enter_context(redirect_stdout(screen))
+                yield
+        finally:
+            os.dup2(screen.fileno(), 2)
 
 
 @contextmanager
@@ -154,7 +157,6 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _say_it_now()
             yield
     finally:
         for log, level in zip(logs, levels, strict=True):

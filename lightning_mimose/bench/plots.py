@@ -9,7 +9,7 @@ from typing import Any
 from lightning_mimose.bench.alternatives import ALTERNATIVES, CONTROL, PLAIN
 from lightning_mimose.bench.figures import figures
 from lightning_mimose.bench.race import Raced
-from lightning_mimose.errors import MimoseError
+from lightning_mimose.report.plots import canvas
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart; ours stand out.
 _GREY = "#999999"
@@ -43,13 +43,6 @@ def draw(raced: Raced, asks: Sequence[str], directory: Path) -> list[Path]:
     Raises:
         MimoseError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MimoseError(
-            'Plots need matplotlib, which is not installed. Run: pip install "lightning-mimose[bench]"'
-        ) from error
     directory.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in raced.work.name)
     paths = []
@@ -57,11 +50,10 @@ def draw(raced: Raced, asks: Sequence[str], directory: Path) -> list[Path]:
     for ask in asks:
         pictures.append((f"peaks-{name}-{ask}", lambda axes, ask=ask: _peaks(raced, ask, axes)))
     for title, paint in pictures:
-        figure = Figure(figsize=(9.0, 5.4), dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
-        paint(figure.add_subplot())
+        axes = canvas((9.0, 5.4))
+        paint(axes)
         path = directory / f"{title}.png"
-        figure.savefig(path)
+        axes.figure.savefig(path)
         paths.append(path)
     return paths
 

@@ -18,19 +18,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mimose.bench.alternatives import CONTROL, PLAIN, Alternative
-from lightning_mimose.bench.dtr import simulate
 from lightning_mimose.bench.figures import Measured
 from lightning_mimose.bench.meter import meter_of
 from lightning_mimose.bench.progress import Progress
-from lightning_mimose.bench.runner import Case, MimoseRunner, NotRun, Runner
-from lightning_mimose.bench.trace import record
+from lightning_mimose.bench.runner import Case, MimoseRunner, NotRun, Runner, synchronize
+from lightning_mimose.bench.simulation import dtr_of, recordings
 from lightning_mimose.bench.work import Work
 from lightning_mimose.budget import Budget
 from lightning_mimose.errors import BudgetError, BudgetInfeasibleError
 from lightning_mimose.samples import say
-
-RECORDINGS = 3
-"""How often the step that DTR is simulated on is recorded; its operations' times differ."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +145,12 @@ def race(
         progress.tell(f"{work.name}: {entry.alternative.title}, counting operations")
         _attempt(entry, _count, entry, work, progress)
         _finish(entry)
-    simulated = [entry for entry in raced.entries if entry.alternative.simulated]
-    if simulated:
-        progress.tell(f"{work.name}: recording operations for the simulation")
-        _simulate(simulated, raced, device)
+    for entry in raced.entries:
+        if entry.alternative.simulated:
+            progress.tell(f"{work.name}: {entry.alternative.title}")
+            if "traces" not in shared:
+                shared["traces"] = recordings(work, device)
+            dtr_of(entry.measured, shared["traces"], entry.budget_bytes, resident_bytes, raced.plain)
     return raced
 
 
@@ -180,10 +178,11 @@ def _start(entry: Entry, case: Case, progress: Progress) -> None:
     torch.manual_seed(0)
     runner = entry.runner = entry.alternative.make(case)
     epoch: list[int] = []
-    for index, batch in enumerate(case.work.batches):
-        epoch.append(_metered(runner, batch, index, entry.measured))
-        entry.measured.gradients.append(_digest(runner.model))
-        progress.advance()
+    with runner.present():
+        for index, batch in enumerate(case.work.batches):
+            epoch.append(_metered(runner, batch, index, entry.measured))
+            entry.measured.gradients.append(_digest(runner.model))
+            progress.advance()
     entry.measured.peaks_bytes.append(epoch)
 
 
@@ -200,20 +199,22 @@ def _pass(raced: Raced, take: Callable[[Entry, Any, int], None], order: random.R
 
 def _peaks(entry: Entry, batch: Any, seed: int) -> None:
     assert entry.runner is not None
-    entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
+    with entry.runner.present():
+        entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
 
 
 def _seconds(entry: Entry, batch: Any, seed: int) -> None:
     runner = entry.runner
     assert runner is not None
-    for timed in (False, True):
-        torch.manual_seed(seed)
-        _synchronize(runner.case.device)
-        began = time.perf_counter()
-        runner.step(batch)
-        _synchronize(runner.case.device)
-        if timed:
-            entry.measured.seconds[-1].append(time.perf_counter() - began)
+    with runner.present():
+        for timed in (False, True):
+            torch.manual_seed(seed)
+            synchronize(runner.case.device)
+            began = time.perf_counter()
+            runner.step(batch)
+            synchronize(runner.case.device)
+            if timed:
+                entry.measured.seconds[-1].append(time.perf_counter() - began)
 
 
 def _metered(runner: Runner, batch: Any, seed: int, measured: Measured) -> int:
@@ -237,7 +238,7 @@ def _count(entry: Entry, work: Work, progress: Progress) -> None:
     total = 0
     for index, batch in enumerate(work.batches):
         torch.manual_seed(index)
-        with FlopCounterMode(display=False) as counter:
+        with runner.present(), FlopCounterMode(display=False) as counter:
             runner.step(batch)
         total += int(counter.get_total_flops())
         progress.advance()
@@ -265,9 +266,7 @@ def _close(entry: Entry) -> None:
 
 def _plain_peaks(work: Work, device: torch.device) -> tuple[list[int], int]:
     """Peaks of a second epoch, the first of which makes the optimizer's state, and what was resident."""
-    from lightning_mimose.bench.alternatives.host import plain
-
-    runner = plain(Case(work, device, 0, None, 0))
+    runner = Runner(Case(work, device, 0, None, 0))
     peaks, resident_bytes = [], 0
     runner.step(work.batches[0])
     for index, batch in enumerate(work.batches):
@@ -277,37 +276,6 @@ def _plain_peaks(work: Work, device: torch.device) -> tuple[list[int], int]:
         peaks.append(meter.peak_bytes)
         resident_bytes = max(resident_bytes, meter.resident_bytes)
     return peaks, resident_bytes
-
-
-def _simulate(entries: Sequence[Entry], raced: Raced, device: torch.device) -> None:
-    """DTR on the operations of plain steps, as often as they are recorded; times are multiples of the plain run's."""
-    from lightning_mimose.bench.alternatives.host import plain
-
-    runner = plain(Case(raced.work, device, 0, None, 0))
-    runner.step(raced.work.batches[0])
-    gradients_bytes = sum(p.nbytes for p in runner.model.parameters() if p.requires_grad)
-    there_bytes = raced.resident_bytes - gradients_bytes
-    plain_seconds = [sorted(step)[len(step) // 2] for step in zip(*raced.plain.seconds, strict=True)]
-    for recording in range(RECORDINGS + 1):
-        for entry in entries:
-            if recording:
-                entry.measured.peaks_bytes.append([])
-                entry.measured.seconds.append([])
-        for index, batch in enumerate(raced.work.batches):
-            runner.optimizer.zero_grad()
-            torch.manual_seed(index)
-            trace = record(lambda batch=batch: runner.loss(batch).backward(), lambda: _synchronize(device))  # type: ignore[misc]
-            for entry in entries if recording else ():  # the first pays for what torch sets up once
-                done = simulate(trace, entry.budget_bytes - there_bytes)
-                if not done.fits:
-                    entry.measured.status, entry.measured.why = "refused", "simulated: a batch does not fit"
-                entry.measured.peaks_bytes[-1].append(there_bytes + done.peak_bytes)
-                entry.measured.seconds[-1].append(plain_seconds[index] * (1 + done.added_seconds / trace.seconds))
-    for entry in entries:
-        entry.measured.notes = [
-            "Simulated on recorded operations of plain steps: nothing of it ran. Its search for what to evict, "
-            "kernels' scratch memory and the optimizer's update are left out, in its favour."
-        ]
 
 
 def _digest(model: torch.nn.Module) -> str:
@@ -320,11 +288,6 @@ def _digest(model: torch.nn.Module) -> str:
             gradient = parameter.grad.detach().to_dense().contiguous().cpu()
             digest.update(gradient.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 __all__ = ["CONTROL", "PLAIN", "Ask", "Entry", "Raced", "race"]

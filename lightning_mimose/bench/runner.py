@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.bench.work import Work
 from lightning_mimose.loop import Mimose
@@ -39,6 +40,12 @@ class Case:
     resident_bytes: int
     shared: dict[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda text: None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Runner:
@@ -85,6 +92,28 @@ class Runner:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """On an accelerator, brings everything there and takes it away again: others must find its memory empty."""
+        if self.case.device.type == "cpu":
+            yield
+            return
+        self._move(self.case.device)
+        try:
+            yield
+        finally:
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        """Parameters, buffers, gradients and the optimizer's state, each staying the object that it is."""
+        parameters = list(self.model.parameters())
+        state = [leaf for leaf in tree_leaves(list(self.optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+        steps = {id(values["step"]) for values in self.optimizer.state.values() if "step" in values}  # kept on the host
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for tensor in (*parameters, *self.model.buffers(), *gradients, *(t for t in state if id(t) not in steps)):
+            tensor.data = tensor.data.to(device)
 
     def remarks(self) -> list[str]:
         """What a reader must know, once everything has run."""

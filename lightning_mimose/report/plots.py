@@ -39,14 +39,6 @@ def draw(report: Report, directory: Path) -> list[Path]:
     Raises:
         MimoseError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MimoseError(
-            'Plots need matplotlib, which is not installed. Run: pip install "lightning-mimose[plots]"'
-        ) from error
-
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, paint, size in (
@@ -54,14 +46,33 @@ def draw(report: Report, directory: Path) -> list[Path]:
         ("plans", _plans, (9.0, _plans_height(report))),
         ("predictions", _predictions, (6.4, 6.2)),
     ):
-        figure = Figure(figsize=size, dpi=130, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        axes = canvas(size)
         paint(report, axes)
         path = directory / f"{name}.png"
-        figure.savefig(os.fspath(path))
+        axes.figure.savefig(os.fspath(path))
         paths.append(path)
     return paths
+
+
+def canvas(size: tuple[float, float]) -> Any:
+    """Axes on a figure of their own.
+
+    Args:
+        size: Width and height in inches.
+
+    Raises:
+        MimoseError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MimoseError(
+            'Plots need matplotlib, which is not installed. Run: pip install "lightning-mimose[plots]"'
+        ) from error
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure.add_subplot()
 
 
 # --- peaks against the budget ---------------------------------------------------------------------------------

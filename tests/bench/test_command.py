@@ -12,6 +12,7 @@ import pytest
 from lightning_mimose.bench.alternatives import ALTERNATIVES
 from lightning_mimose.bench.runner import Case, Runner
 from lightning_mimose.command import main
+from tests.helpers.projects import write_project
 
 EVERYTHING = ",".join(name for name, alternative in ALTERNATIVES.items() if not alternative.takes_minutes)
 
@@ -45,11 +46,7 @@ class Text(TinyText):
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in the working directory."""
-    name = f"bench_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(PROJECT)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    return name
+    return write_project(PROJECT, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
