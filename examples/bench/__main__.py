@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|frontier|all` from the folder `examples`.
+"""The benchmark: `python -m bench held|used|exact|cheap|frontier|largest|all` from the folder `examples`.
 
 Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, held, used
+from bench import cheap, exact, frontier, held, largest, used
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "frontier")
+QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "largest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             repeats=given.repeats,
             shares=[float(share) for share in given.shares.split(",")],
             menus=given.menus.split(","),
+        ),
+        "largest": lambda: largest.rows(
+            [n for n in names if n in ("resnet50", "resnet101")] or ["resnet50", "resnet101"],
+            given.repeats,
+            given.menus.split(","),
         ),
     }
     broken = False

@@ -81,8 +81,9 @@ def _planning() -> Iterator[dict[str, Any]]:
             cold, hit = [], []
             for share in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
                 advisor.budget_bytes = int(least + share * (peak - least))
-                advisor.cache.clear()
-                advisor.scheduler.wait()  # for the exact answer to the question before, which takes the other core
+                advisor.planner.forget()
+                # For the exact answer to the question before, which takes the other core.
+                advisor.planner.scheduler.wait()
                 began = time.perf_counter()
                 advisor.advise(size, advisor.resident, 0)
                 cold.append(time.perf_counter() - began)

@@ -31,10 +31,16 @@ BASE, CONTROL = ("plain", 0.0), ("plain", 1.0)
 class Runner:
     """One copy of the model, trained under one budget and menu (or plainly)."""
 
-    def __init__(self, workload: Workload, budget_bytes: int | None, actions: list[str] | None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        budget_bytes: int | None,
+        menu: str | None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
         self.workload, self.budget_bytes = workload, budget_bytes
         self.model = workload.make()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = optimizer(self.model.parameters(), lr=1e-4)  # type: ignore[call-arg]
         self.error: BudgetInfeasibleError | None = None
         self.mimose: Mimose | None = None
         if budget_bytes is not None:
@@ -44,7 +50,7 @@ class Runner:
                     budget=budget_bytes,
                     optimizer=self.optimizer,
                     loss_fn=self._loss,
-                    actions=actions,
+                    actions=MENUS[menu or "all"],
                 )
             except BudgetInfeasibleError as error:
                 self.error = error
@@ -95,7 +101,7 @@ def rows(
         plain.peaks(batches[:2])  # the optimizer's state comes with the first update
         peaks, resident = plain.peaks(batches)
         runners = {
-            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), MENUS[menu])
+            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), menu)
             for menu in menus
             for share in shares
         }

@@ -77,17 +77,22 @@ def _resnet50() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
 
 
+def _resnet101() -> nn.Module:
+    return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=CLASSES))
+
+
 def _of(name: str, build: object, **changes: object) -> Workload:
     return replace(WORKLOADS[name], build=build, **changes)  # type: ignore[arg-type]
 
+
+_IMAGES = {"height": range(96, 161, 32), "width": range(96, 161, 32)}
 
 LARGE: dict[str, Workload] = {
     "bert": _of("bert", _bert, dims={"tokens": range(72, 257)}),
     "gpt2": _of("gpt2", _gpt2, dims={"tokens": range(72, 257)}),
     "llama": _of("llama", _llama, dims={"tokens": range(72, 257)}),
     "vit": _of("vit", _vit, dims={"height": range(128, 257, 16), "width": range(128, 257, 16)}),
-    "resnet50": replace(
-        _of("resnet", _resnet50, dims={"height": range(96, 161, 32), "width": range(96, 161, 32)}), name="resnet50"
-    ),
+    "resnet50": replace(_of("resnet", _resnet50, dims=_IMAGES), name="resnet50"),
+    "resnet101": replace(_of("resnet", _resnet101, dims=_IMAGES), name="resnet101"),
 }
 """Every workload by name."""
