@@ -26,7 +26,8 @@ def release_peers(strategy: Any) -> None:
     for the script's next fit; otherwise it is closed, and with it the connections that they wait on.
 
     Limitations:
-        That is how gloo hears of it. With NCCL the others wait for its watchdog, or for this process to end.
+        That is how gloo hears of it. With NCCL the others wait for its watchdog, or for this process to end; so they do
+        where an earlier FSDP2 fit of this process has left a model that still holds the group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

@@ -149,6 +149,25 @@ def allocations(session: profile) -> list[int]:
     return [size for _, size in sorted(found) if size > 16]
 
 
+def test_what_fsdp_gathers_is_seen_to_come_and_go() -> None:
+    """Its storages last; it fills them by a copy and empties them without an operator."""
+    import torch.distributed.fsdp
+
+    whole, parts = torch.ones(2, 300), [torch.empty(2, 100), torch.empty(2, 200)]
+    for part in parts:
+        part.untyped_storage().resize_(0)
+    meter = DispatchMeter()
+    meter.start()
+    for part in parts:
+        part.untyped_storage().resize_(part.numel() * 4)
+    torch.ops.fsdp.split_with_sizes_copy(whole, [100, 200], 1, out=parts)
+    meter.mark()
+    for part in parts:
+        part.untyped_storage().resize_(0)
+    meter.mark()
+    assert [interval.level_bytes for interval in meter.stop()] == [0, 2400, 0]
+
+
 def test_a_profiler_of_the_users_own_is_not_disturbed() -> None:
     """While one runs the dispatch meter is chosen, and the user's memory events are those of an unmetered step."""
     step = conv_step()

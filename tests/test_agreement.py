@@ -1,0 +1,63 @@
+"""How ranks come to one plan; what they say is given, no process runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal
+from lightning_mimose.errors import BudgetInfeasibleError
+
+A: Choices = (("a", "recompute"),)
+B: Choices = (("b", "lean"),)
+
+
+class Told(Agreement):
+    """An agreement in which the other rank's words are known."""
+
+    def __init__(self, *others: Any) -> None:
+        self.ranks = (2, 5)
+        self._others = list(others)
+
+    def tell(self, word: Any) -> list[Any]:
+        """This rank comes first."""
+        return [word, self._others.pop(0)]
+
+
+def judge(seconds: dict[Choices, float | None]) -> Any:
+    """What a plan costs here; None where it does not fit."""
+    return lambda choices: Judgement(choices, 10, seconds[choices] or 0.0, seconds[choices] is not None)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "chosen"),
+    [
+        ({A: 1.0, B: 2.0}, [3.0, 2.0], B),  # the slowest rank counts
+        ({A: 1.0, B: 2.0}, [2.0, 3.0], A),
+        ({A: 1.0, B: None}, [9.0, 1.0], A),  # it must fit here
+        ({A: 1.0, B: 2.0}, [None, 9.0], B),  # and there
+        ({A: 1.0, B: None}, [None, 1.0], None),
+        ({A: 1.0, B: 1.0}, [1.0, 1.0], A),  # the same on every rank
+    ],
+)
+def test_the_plan_that_fits_everywhere(
+    here: dict[Choices, float | None], there: list[float | None], chosen: Choices | None
+) -> None:
+    assert Told(there).choose([A, B, A], judge(here)) == chosen
+
+
+def test_a_plan_that_a_rank_cannot_judge_is_none() -> None:
+    assert Told([1.0]).choose([A, A], lambda _: None) is None
+
+
+def test_one_refusal_is_everybodys() -> None:
+    """The rank that refuses raises its own error, the others one that names it."""
+    own = BudgetInfeasibleError("too small", budget_bytes=3, resident_bytes=1, smallest_feasible_bytes=4)
+    with pytest.raises(BudgetInfeasibleError) as raised:
+        Told(None).refuse_together(own)
+    assert raised.value is own
+    with pytest.raises(BudgetInfeasibleError, match=r"Rank 5 refuses its batch.* too small") as told:
+        Told(Refusal.of(own)).refuse_together(None)
+    assert (told.value.budget_bytes, told.value.smallest_feasible_bytes) == (3, 4)
+    Told(None).refuse_together(None)
