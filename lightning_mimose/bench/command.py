@@ -87,7 +87,8 @@ def bench(options: Options, show: Callable[[Sequence[Table]], None]) -> dict[str
             raced = race(work, device, asks, alternatives, repeats=options.repeats, progress=progress)
             races.append(raced)
             content = document(races, asked, device)
-            show(list(tables(raced, texts)))
+            with progress.aside():
+                show(list(tables(raced, texts)))
             if options.output is not None:  # after each work, so that stopping loses the last one only
                 write(options.output / "bench.json", content)
                 draw(raced, texts, options.output)

@@ -18,9 +18,9 @@ from lightning_mimose.bench.race import Raced
 from lightning_mimose.budget import device_memory, format_bytes
 from lightning_mimose.report.text import Table
 
-HEADER = ("alternative", "time", "from - to", "peak", "over", "use", "flops", "plan", "error", "shel", "bits")
+HEADER = ("alternative", "time", "from-to", "peak", "over", "use", "flops", "plan", "error", "shel", "bits")
 LEGEND = (
-    "time, from - to: an epoch as a multiple of the plain run's, and that of the fastest and slowest repeat. peak: "
+    "time, from-to: an epoch as a multiple of the plain run's, and that of the fastest and slowest repeat. peak: "
     "highest true peak / budget. over: steps of an epoch above the budget (worst epoch). use: peak / budget of the "
     "steps that had to save. flops: operations beyond the plain run's. plan: median time to find a new plan, or "
     "planning before training (*). error: worst error of a predicted peak. shel: sheltered steps. bits: gradients "
@@ -52,13 +52,13 @@ def _row(measured: Measured, found: Figures, notes: list[tuple[str, str]]) -> tu
     return (
         name,
         f"{found.time.value:.2f}" if found.time else "",
-        f"{found.time.low:.2f} - {found.time.high:.2f}" if found.time else "",
+        f"{found.time.low:.2f}-{found.time.high:.2f}" if found.time else "",
         f"{found.worst_peak.high:.2f}" if found.worst_peak else "",
         _over(found.steps_over, len(measured.peaks_bytes[0]) if measured.peaks_bytes else 0),
         _percent(found.utilisation.value) if found.utilisation else "",
         _percent(found.added_operations, sign=True) if found.added_operations is not None else "",
         (_duration(plan) + ("" if found.cold_seconds else "*")) if plan is not None else "",
-        f"{100 * found.prediction_error:.1f} %" if found.prediction_error is not None else "",
+        f"{100 * found.prediction_error:.1f}%" if found.prediction_error is not None else "",
         str(found.sheltered_steps) if found.sheltered_steps is not None else "",
         "" if found.bit_equal is None else "yes" if found.bit_equal else "NO",
     )
@@ -69,7 +69,7 @@ def _over(steps: Spread | None, of: int) -> str:
 
 
 def _percent(share: float, sign: bool = False) -> str:
-    return f"{100 * share:+.0f} %" if sign else f"{100 * share:.0f} %"
+    return f"{100 * share:+.0f}%" if sign else f"{100 * share:.0f}%"
 
 
 def _duration(seconds: float) -> str:

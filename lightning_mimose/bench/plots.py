@@ -23,8 +23,8 @@ _LOOKS = {
     "autosac": ("#CC79A7", "P", "-"),
     "dtr": ("#666666", "X", ":"),
     "layers": ("#000000", "s", ""),
-    "chen": ("#009E73", "*", ""),
-    "save-on-cpu": ("#CC79A7", "x", ""),
+    "chen": ("#000000", "*", ""),
+    "save-on-cpu": ("#F0E442", "x", ""),
     PLAIN: (_GREY, "o", ""),
 }
 
@@ -124,7 +124,7 @@ def _peaks(raced: Raced, ask: str, axes: Any) -> None:
             linewidth=1,
             linestyle=line or "-.",
             label=measured.title,
-            zorder=3 if measured.name == "ours" else 2,
+            zorder=3 if measured.name == "ours" else 2.5 if measured.name == PLAIN else 2,
         )
     axes.axhline(budget_bytes / 1e6, color="#D00000", linewidth=2, label="budget", zorder=1)
     axes.axhspan(0, raced.resident_bytes / 1e6, color=_GREY, alpha=0.2, linewidth=0, label="resident")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +43,18 @@ class Progress:
         """Takes the bar away."""
         if self._bar is not None:
             self._bar.stop()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Gives the screen to somebody else meanwhile."""
+        if self._bar is None:
+            yield
+            return
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
 
     def begin(self, work: str, steps: int) -> None:
         """Another work of so many steps."""

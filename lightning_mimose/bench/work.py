@@ -158,13 +158,13 @@ _KINDS = {
     ),
     "gpt2": _Kind("GPT-2", _gpt2, causal, {"tokens": range(64, 385)}, (2, 8)),
     "resnet50-images": _Kind(
-        "ResNet-50, images of many sizes", partial(_resnet, (3, 4, 6, 3)), images, _scales(range(96, 193, 32)), (4, 16)
+        "ResNet-50, images of many sizes", partial(_resnet, (3, 4, 6, 3)), images, _scales(range(64, 161, 32)), (4, 16)
     ),
     "resnet101-images": _Kind(
         "ResNet-101, images of many sizes",
         partial(_resnet, (3, 4, 23, 3)),
         images,
-        _scales(range(96, 193, 32)),
+        _scales(range(64, 161, 32)),
         (4, 16),
     ),
     "vit-images": _Kind(

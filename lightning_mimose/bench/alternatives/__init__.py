@@ -43,17 +43,17 @@ ALTERNATIVES = {
     alternative.name: alternative
     for alternative in (
         Alternative(PLAIN, "plain", host.plain, False),
-        Alternative(CONTROL, "plain again (noise)", host.plain, False),
-        Alternative("layers", "checkpoint every layer", checkpointing.every_layer, False),
-        Alternative("chen", "Chen's sqrt(n) segments", checkpointing.chen, False),
-        Alternative("static", "static plan, largest", ours.static, True),
-        Alternative("paper", "Mimose paper's", ours.paper, True),
-        Alternative("greedy", "greedy, our timeline", ours.greedy, True),
-        Alternative("compile", "torch.compile budget", compiled.memory_budget, True, takes_minutes=True),
+        Alternative(CONTROL, "plain again", host.plain, False),
+        Alternative("layers", "every layer", checkpointing.every_layer, False),
+        Alternative("chen", "Chen sqrt(n)", checkpointing.chen, False),
+        Alternative("static", "static plan", ours.static, True),
+        Alternative("paper", "Mimose paper", ours.paper, True),
+        Alternative("greedy", "greedy", ours.greedy, True),
+        Alternative("compile", "torch.compile", compiled.memory_budget, True, takes_minutes=True),
         Alternative("autosac", "AutoSAC", autosac.autosac, True),
         Alternative("save-on-cpu", "save_on_cpu", host.on_cpu, False),
         Alternative("dtr", "DTR (simulated)", None, True),
-        Alternative("recompute", "ours, recompute only", ours.recompute, True),
+        Alternative("recompute", "ours, recompute", ours.recompute, True),
         Alternative("ours", "ours", ours.full, True),
     )
 }
