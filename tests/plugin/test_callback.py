@@ -166,7 +166,7 @@ def test_a_strategy_that_names_none_gives_way_to_the_callback() -> None:
     assert len(callback.records) == 4
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "MyOwnStrategy"])
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "MyOwnStrategy"])
 def test_an_unsupported_strategy_is_refused_by_name(name: str) -> None:
     """In setup, whether it is known not to work or unknown."""
     strategy = type(name, (), {"root_device": torch.device("cpu")})()
