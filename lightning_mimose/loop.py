@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.advisor import PlannerChoice
 from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
-from lightning_mimose.plan import Plan
+from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, StepRecord
 from lightning_mimose.report.report import Report
 
