@@ -127,6 +127,9 @@ def _measure(case: Case) -> _Measured:
         for module, seen in list(memory.memory_tracking.items()):
             if _ModState.PRE_BW not in seen.snapshots:  # its results are in an object that torch cannot look into
                 del memory.memory_tracking[module]
+        for name, trade in list(operations.sac_mod_stats.items()):
+            if not sum(trade.memory):  # a module that keeps nothing; it divides by that
+                del operations.sac_mod_stats[name]
         info = aggregate_stats(model, memory, runtime, operations, case.device)
     known = {stats["fqn"] for stats in info["mod_stats"]}
     orders: Any = info["mod_order"]
