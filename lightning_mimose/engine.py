@@ -725,7 +725,8 @@ class Engine:
     def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
         what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
         if self.on_infeasible == "raise":
-            self.advisor.planner.forget()  # a loop that goes on after the error must be refused again, not find the plan
+            # A loop that goes on after the error must be refused again, not find the plan.
+            self.advisor.planner.forget()
             raise infeasible_error(self.budget_bytes, resident.total_bytes, sure, what)
         warnings.warn(
             f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",
