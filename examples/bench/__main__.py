@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for question in QUESTIONS if given.question == "all" else (given.question,):
         console = Console(stderr=True)
         rows = list(track(makers[question](), description=question, console=console, total=None, transient=True))
-        show(question, rows, given.results / f"{question}.json", Console(width=160))
+        title = question if names == list(WORKLOADS) else f"{question}: {given.models}"
+        show(title, rows, given.results / f"{question}.json", Console(width=160))
         broken = broken or any(row.get("steps over") or row.get("bit-equal") == "NO" for row in rows)
     return int(broken)
 

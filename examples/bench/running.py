@@ -68,10 +68,11 @@ def show(title: str, rows: Sequence[dict[str, Any]], path: Path | None, console:
     """Prints rows as a table, and adds them to a JSON file with date, machine and versions."""
     console = console or Console()
     table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    columns = {column: value for row in reversed(rows) for column, value in row.items()}
+    for column in dict.fromkeys(column for row in rows for column in row):
+        table.add_column(column, justify="left" if isinstance(columns[column], str) else "right")
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
+        table.add_row(*(_text(row.get(column.header, "")) for column in table.columns))
     console.print(table)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

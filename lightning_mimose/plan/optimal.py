@@ -28,7 +28,7 @@ from lightning_mimose.predict.timeline import Timeline
 SCALE = 1e4
 """The largest coefficient of a row: HiGHS's absolute tolerance of 1e-6 is then 1e-10 of it."""
 
-ROW_SCALE = 1e2
+ROW_SCALE = 10.0
 """The largest coefficient of a budget's row. With larger ones HiGHS corrects its own solutions, loses some of them,
 and prints a stray line that no option silences (HighsMipSolverData::transformNewIntegerFeasibleSolution)."""
 
