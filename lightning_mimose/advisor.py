@@ -254,6 +254,11 @@ class Advisor:
             return False
         return action in self.actions and (action not in SPLITS or unit in self._divisible)
 
+    def may_shelter(self, size: BatchSize, resident: Resident) -> bool:
+        """Whether a batch may run sheltered, as far as is known."""
+        prediction = self.estimator.predict(dict(size.dims))
+        return prediction is not None and self.sure_bytes(self._timeline(prediction, resident)) <= self.budget_bytes
+
     def judge(self, size: BatchSize, resident: Resident) -> Callable[[Choices], Judgement | None]:
         """What another rank's plan would be for a batch; None where it does what was not tried here."""
         prediction = self.estimator.predict(dict(size.dims))

@@ -9,7 +9,8 @@ is gained by plans that differ. The rule, the same on every rank because it look
 - If one rank is sheltered, all are.
 - Otherwise each rank judges every plan that another proposes, for its own batch and budget. Of those that fit
   everywhere the one that adds the least time to the slowest rank is taken.
-- If none does, the ranks' most saving plans are judged in the same way, and if none of them does, all refuse.
+- If none does, the ranks' most saving plans are judged too, and no rank keeps anything of its budget free.
+- If none fits then either, all are sheltered where every rank's budget allows that, and else all refuse.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Judgement:
         choices: What it comes to there: what would spare next to nothing is no option for a small batch.
         peak_bytes: Its peak for that rank's batch.
         added_seconds: What it adds to the step.
-        fits: Whether that rank's budget allows it.
+        fits: Whether that rank's budget allows it, with what it keeps free.
     """
 
     choices: Choices

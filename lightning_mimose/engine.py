@@ -376,15 +376,22 @@ class Engine:
             # This rank's own is what it would do alone, whatever it leaves free.
             return replace(found, fits=True) if found is not None and choices == own else found
 
+        def within(choices: Choices) -> Judgement | None:
+            found = judged(choices)
+            return None if found is None else replace(found, fits=found.peak_bytes <= self.budget_bytes)
+
         chosen = agreement.choose(plans, judge)
         if chosen is None:
             least = self.advisor.most_saving(size, resident).plan
-            told: list[Choices | None] = agreement.tell(None if least is None else least.choices)
-            plans = [choices for choices in told if choices is not None]
-            chosen = agreement.choose(plans, judge)
-        found = judge(chosen) if chosen is not None else None
+            last = (None if least is None else least.choices, self.advisor.may_shelter(size, resident))
+            told: list[tuple[Choices | None, bool]] = agreement.tell(last)
+            plans += [choices for choices, _ in told if choices is not None]
+            chosen = agreement.choose(plans, within)
+            if chosen is None and all(sheltered_fits for _, sheltered_fits in told):
+                return sheltered, None
+        found = judged(chosen) if chosen is not None else None
         if chosen is None or found is None:
-            needed = max((each.peak_bytes for choices in plans if (each := judge(choices)) is not None), default=0)
+            needed = min((each.peak_bytes for choices in plans if (each := judged(choices)) is not None), default=0)
             self._infeasible(size, resident, needed, with_reserve(needed), "under a plan that all ranks share")
             return sheltered, None
         plan = Plan(found.choices, advice.plan.units, found.peak_bytes, found.added_seconds)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal
+from lightning_mimose import Mimose
+from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
 from lightning_mimose.errors import BudgetInfeasibleError
 
 A: Choices = (("a", "recompute"),)
 B: Choices = (("b", "lean"),)
+
+
+NOWHERE = object()
+"""What a rank says of plans none of which fits there."""
 
 
 class Told(Agreement):
@@ -22,7 +29,8 @@ class Told(Agreement):
 
     def tell(self, word: Any) -> list[Any]:
         """This rank comes first."""
-        return [word, self._others.pop(0)]
+        other = self._others.pop(0)
+        return [word, [None] * len(word) if other is NOWHERE else other]
 
 
 def judge(seconds: dict[Choices, float | None]) -> Any:
@@ -61,3 +69,25 @@ def test_one_refusal_is_everybodys() -> None:
         Told(Refusal.of(own)).refuse_together(None)
     assert (told.value.budget_bytes, told.value.smallest_feasible_bytes) == (3, 4)
     Told(None).refuse_together(None)
+
+
+@pytest.mark.parametrize("fits_there", [True, False])
+def test_sheltered_where_no_plan_fits_everywhere(fits_there: bool) -> None:
+    """A step that every rank could run sheltered is not refused for want of a common plan."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
+    with Mimose(model, budget=700_000, loss_fn=lambda module, x: module(x).pow(2).mean()) as mimose:
+        for rows in (64, 48, 32, 56, 40, 64):
+            mimose.step(torch.randn(rows, 32))
+        assert not mimose.records[-1].sheltered
+        engine = mimose._engine
+        assert engine is not None
+        engine.agreement = Told(Word({}, A), NOWHERE, (None, fits_there), NOWHERE, None, None)
+        try:
+            if fits_there:
+                mimose.step(torch.randn(64, 32))
+                assert mimose.records[-1].sheltered
+            else:
+                with pytest.raises(BudgetInfeasibleError, match="all ranks share"):
+                    mimose.step(torch.randn(64, 32))
+        finally:
+            engine.agreement = None

@@ -22,6 +22,8 @@ REGION_FLOPS = 1e4
 
 RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
 """The grade of lean saves inside a recomputed unit, and the action's name."""
+BORROWING = ("lean+attention", "lean+products")
+"""Grades of lean saves that may rebuild from a unit's arguments (masks), and so keep them alive."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class _Assembly:
         self.relief: list[NDArray[np.int64]] = []
         self.runs_again: list[tuple[int, int, int]] = []
         """(option, call, what its recomputation takes)."""
+        self.borrows: list[tuple[int, int]] = []
+        """(option, call) that keeps the call's arguments alive besides those that run again."""
 
     def _add(self, unit: int, action: str, flops: float, row: NDArray[np.int64], seconds: float = 0.0) -> None:
         self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
@@ -197,6 +201,8 @@ class _Assembly:
                 row += structure.alive[shape.call] * value[shape.saved]
                 for position, own in shape.positions:
                     row[position] = self.level[position] - value[own] - self.entry[position]
+            if action in BORROWING:
+                self.borrows += [(len(self.options), shape.call) for shape in shapes]
             work = sum(float(self.values[shape.work]) for shape in shapes)
             self._add(index[unit], action, work + REBUILDING_FLOPS * len(shapes), row)
 
@@ -362,7 +368,7 @@ class _Assembly:
         """What only chosen options hold; takes it out of the base."""
         structure = self.structure
         options_of: dict[int, list[int]] = {}
-        for option, index, _ in self.runs_again:
+        for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
             options_of.setdefault(index, []).append(option)
         shared = []
         for loose in structure.loose:

@@ -57,6 +57,8 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" and func != _DATA:
+            return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
         before = [
             (base, base._version, base.grad_fn) for base in map(_base, _tensors(args, kwargs)) if base is not None
         ]

@@ -186,7 +186,7 @@ class LeanSaves:
         node = base.grad_fn
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
-        if not _is_plain(tensor) or not _is_plain(base):
+        if not _is_plain(tensor) or not (base is tensor or _is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
         if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
@@ -253,10 +253,12 @@ class LeanSaves:
 
         Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
         """
-        if not _is_plain(tensor) or tensor.untyped_storage()._cdata not in self._given:
+        if not _is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
             return None
         self.borrowed.append(tensor)
-        return Kept(tensor)
+        kept = Kept(tensor)
+        kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
+        return kept
 
     # --- how it is rebuilt ----------------------------------------------------------------------------------------
 
