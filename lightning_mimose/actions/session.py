@@ -214,6 +214,8 @@ class _Calls:
             )
         elif opaque:
             session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
+        elif any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves):
+            session.refuse({name: "it is given a tensor that was made in inference mode, which nothing can save"})
         elif session.proves and not self._state.known():
             with session.recorder.aside() if session.recorder is not None else nullcontext():
                 watch = not self._compiled

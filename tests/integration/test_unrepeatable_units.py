@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose import is_recomputing
+from lightning_mimose import Mimose, is_recomputing
 from tests.helpers import blocks
 from tests.helpers.blocks import Base, Net, data, everything, train
 
@@ -132,6 +132,45 @@ def test_an_object_that_may_change_is_not_given_twice(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.conformance(AREA, "a block that fills a list it is given", "works")
+class Cached(nn.Module):
+    """A block that is given a tensor which was made in a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([CachedBlock(), CachedBlock()])
+        with torch.inference_mode():
+            self.bias = torch.randn(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return x.pow(2).mean()
+
+
+class CachedBlock(nn.Module):
+    """Adds what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + bias
+
+
+@pytest.mark.conformance(AREA, "a tensor made in inference mode, given to a block", "guarded")
+def test_a_tensor_of_inference_mode_is_not_given_to_a_checkpoint() -> None:
+    """Plain training goes on with it; so does this, with the block left alone and its parts planned."""
+    torch.manual_seed(0)
+    model = Cached()
+    with Mimose(model, budget="1GB", loss_fn=lambda module, x: module(x)) as mimose:
+        for rows in (16, 8, 12):
+            mimose.step(torch.randn(rows, 8))
+        told = str(mimose.report())
+    assert "inference mode" in told
+    assert not any({"blocks.0", "blocks.1"} & record.actions.keys() for record in mimose.records)
+
+
 def test_a_list_is_given_as_it_was() -> None:
     plain, losses, _ = train(ListNet, data())
     model, ours, mimose = train(ListNet, data(), NAMES)
