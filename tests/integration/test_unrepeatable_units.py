@@ -131,7 +131,6 @@ def test_an_object_that_may_change_is_not_given_twice(caplog: pytest.LogCaptureF
     assert any("given a Cache" in line for line in caplog.messages)
 
 
-@pytest.mark.conformance(AREA, "a block that fills a list it is given", "works")
 class Cached(nn.Module):
     """A block that is given a tensor which was made in a validation."""
 
@@ -171,6 +170,7 @@ def test_a_tensor_of_inference_mode_is_not_given_to_a_checkpoint() -> None:
     assert not any({"blocks.0", "blocks.1"} & record.actions.keys() for record in mimose.records)
 
 
+@pytest.mark.conformance(AREA, "a block that fills a list it is given", "works")
 def test_a_list_is_given_as_it_was() -> None:
     plain, losses, _ = train(ListNet, data())
     model, ours, mimose = train(ListNet, data(), NAMES)
