@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_mimose.bench.work import BUILT_IN, DEFAULT, SCALES, Work, built_i
 from lightning_mimose.budget import parse_budget
 from lightning_mimose.errors import BudgetError, MimoseError, UnsupportedError
 from lightning_mimose.learn import training_device
+from lightning_mimose.report.plots import canvas
 from lightning_mimose.report.text import Table
 
 
@@ -73,25 +75,40 @@ def bench(options: Options, show: Callable[[Sequence[Table]], None]) -> dict[str
         MimoseError: Something asked for does not exist, cannot be read or cannot be done.
     """
     alternatives = chosen(options.alternatives)
-    asks = [_ask(text) for text in options.budgets]
+    asks = _asks(options.budgets)
     device = training_device()
     if options.steps < 1 or options.repeats < 1:
         raise MimoseError("--steps and --repeats must be 1 or more.")
+    if options.output is not None:
+        _check_output(options.output)
     works = [on(make(), device) for make in list(_works(options, device))]
     races: list[Raced] = []
     content: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     asked = {name: value for name, value in vars(options).items() if name != "output"}
     texts = [ask.text for ask in asks]
     with _quiet(), _without_native_lines(), Progress() as progress:
         for work in works:
-            raced = race(work, device, asks, alternatives, repeats=options.repeats, progress=progress)
+            try:
+                raced = race(work, device, asks, alternatives, repeats=options.repeats, progress=progress)
+            except MimoseError as error:  # the other works can still be run
+                if len(works) == 1:
+                    raise
+                left_out[work.name] = " ".join(str(error).split())
+                continue
             races.append(raced)
-            content = document(races, asked, device)
+            content = {**document(races, asked, device), "left_out": left_out}
             with progress.aside():
                 show(list(tables(raced, texts)))
             if options.output is not None:  # after each work, so that stopping loses the last one only
                 write(options.output / "bench.json", content)
                 draw(raced, texts, options.output)
+    if not races:
+        raise MimoseError(" ".join(left_out.values()))
+    if left_out:
+        show([Table("Works that were left out", tuple(left_out.items()))])
+        if options.output is not None:
+            write(options.output / "bench.json", content)
     show([Table("How to read this", (("columns", LEGEND),))])
     return content
 
@@ -113,8 +130,34 @@ def _works(options: Options, device: torch.device) -> Iterator[Callable[[], Work
             "here: a step would take half a minute. --force runs it all the same."
         )
     names = list(options.works) or [DEFAULT]
-    for name in BUILT_IN if names == ["all"] else names:
+    for name in BUILT_IN if names == ["all"] else dict.fromkeys(names):
         yield lambda name=name: built_in(name, scale, options.steps)  # type: ignore[misc]
+
+
+def _check_output(folder: Path) -> None:
+    """Nothing is measured that could not be written afterwards; makes the folder.
+
+    Raises:
+        MimoseError: The folder cannot be written to, or pictures cannot be drawn.
+    """
+    canvas((1.0, 1.0))
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise MimoseError(f"--output {folder}: {there} is a file. Name a folder; it is made where missing.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):  # whether one may, nothing else says for sure
+            pass
+    except OSError as error:
+        raise MimoseError(f"--output {folder} cannot be written to ({error.strerror}). Name another folder.") from error
+
+
+def _asks(texts: Sequence[str]) -> list[Ask]:
+    """Every budget once, however often and in whatever unit it was asked for."""
+    asks: dict[tuple[str, float], Ask] = {}
+    for ask in map(_ask, texts):
+        asks.setdefault((ask.budget.kind, ask.budget.amount), ask)
+    return list(asks.values())
 
 
 def _ask(text: str) -> Ask:

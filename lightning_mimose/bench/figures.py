@@ -47,7 +47,7 @@ class Measured:
         peaks_bytes: Passes x steps, the first pass being its first epoch: true peaks.
         seconds: Repeats x steps.
         operations: Floating-point operations of one epoch; None where they cannot be counted.
-        gradients: Digest of the gradients after each step of the first epoch.
+        gradients: Digest of the gradients after each step of the first epoch, then of the last metered one.
         cold_seconds: Finding each new plan.
         cached_seconds: Finding each plan that was known.
         ahead_seconds: Planning before training.
@@ -88,7 +88,7 @@ class Figures:
         ahead_seconds: Planning before training.
         sheltered_steps: Steps that ran under the most saving plan, nothing being known.
         prediction_error: Worst |predicted / true - 1| of the planned steps.
-        bit_equal: Whether the gradients of every step of the first epoch equal the plain run's.
+        bit_equal: Whether the gradients of every step of the first and of the last metered epoch equal the plain run's.
     """
 
     worst_peak: Spread | None = None
@@ -110,7 +110,7 @@ class Figures:
 
 
 def figures(measured: Measured, plain: Measured, budget_bytes: int) -> Figures:
-    """The figures of one alternative.
+    """The figures of one alternative; none of one that did not get to its end.
 
     Args:
         measured: What it did.
@@ -124,6 +124,8 @@ def figures(measured: Measured, plain: Measured, budget_bytes: int) -> Figures:
         >>> found.time.value, found.steps_over.value, found.utilisation.value, round(found.added_operations, 3)
         (1.25, 0, 0.9, 0.2)
     """
+    if measured.status not in ("ran", "simulated"):
+        return Figures()
     peaks = measured.peaks_bytes
     had_to_save = [index for index, peak in enumerate(plain.peaks_bytes[-1]) if peak > budget_bytes]
     over = [sum(peak > budget_bytes for peak in epoch) for epoch in peaks]

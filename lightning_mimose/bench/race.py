@@ -11,7 +11,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_mimose.bench.runner import Case, MimoseRunner, NotRun, Runner, sy
 from lightning_mimose.bench.simulation import dtr_of, recordings
 from lightning_mimose.bench.work import Work
 from lightning_mimose.budget import Budget
-from lightning_mimose.errors import BudgetError, BudgetInfeasibleError
+from lightning_mimose.errors import BudgetError, BudgetInfeasibleError, MimoseError
 from lightning_mimose.samples import say
 
 
@@ -109,6 +109,7 @@ def race(
 
     Raises:
         BudgetError: A budget in bytes that not even the model fits in.
+        MimoseError: The plain run fails, so that there is nothing to compare with.
     """
     progress.tell(f"{work.name}: a plain run, to know what the budgets are")
     peaks, resident_bytes = _plain_peaks(work, device)
@@ -130,34 +131,46 @@ def race(
                     Measured(alternative.name, alternative.title, "simulated" if alternative.simulated else "ran"),
                 )
             )
+    try:
+        _run(raced, Case(work, device, 0, largest, resident_bytes, shared, progress.tell), repeats, progress)
+    finally:
+        for entry in raced.entries:
+            _close(entry)
+    return raced
+
+
+def _run(raced: Raced, case: Case, repeats: int, progress: Progress) -> None:
+    """Everybody's first epoch, the passes in turns, and what is counted or simulated at the end."""
+    work = raced.work
     running = [entry for entry in raced.entries if not entry.alternative.simulated]
     progress.begin(work.name, len(running) * len(work.batches) * (3 * repeats + 1))
     for entry in running:
         progress.tell(f"{work.name}: {entry.alternative.title}, first epoch")
-        case = Case(work, device, entry.budget_bytes, largest, resident_bytes, shared, progress.tell)
-        _attempt(entry, _start, entry, case, progress)
+        _attempt(work, entry, _start, entry, replace(case, budget_bytes=entry.budget_bytes), progress)
     order = random.Random(0)
     for repeat in range(repeats):
         progress.tell(f"{work.name}: repeat {repeat + 1} of {repeats}")
-        for measured_pass in (_peaks, _seconds) if repeat else (_seconds,):
-            _pass(raced, measured_pass, order, progress)
+        if repeat:
+            _pass(raced, _last_peaks if repeat == repeats - 1 else _peaks, order, progress)
+        _pass(raced, _seconds, order, progress)
     for entry in running:
         progress.tell(f"{work.name}: {entry.alternative.title}, counting operations")
-        _attempt(entry, _count, entry, work, progress)
-        _finish(entry)
+        _attempt(work, entry, _count, entry, work, progress)
+        _attempt(work, entry, _finish, entry)
     for entry in raced.entries:
         if entry.alternative.simulated:
             progress.tell(f"{work.name}: {entry.alternative.title}")
-            if "traces" not in shared:
-                shared["traces"] = recordings(work, device)
-            dtr_of(entry.measured, shared["traces"], entry.budget_bytes, resident_bytes, raced.plain)
-    return raced
+            _attempt(work, entry, _simulate, entry, raced, case)
 
 
-def _attempt(entry: Entry, act: Callable[..., None], *args: Any) -> None:
-    """Do something to an alternative that is still in; where it fails, its row says why and the others go on."""
+def _attempt(work: Work, entry: Entry, act: Callable[..., None], *args: Any) -> None:
+    """Do something to an alternative that is still in; where it fails, its row says why and the others go on.
+
+    Raises:
+        MimoseError: It was the plain run that failed: the others have nothing to be compared with.
+    """
     measured = entry.measured
-    if measured.status != "ran":
+    if measured.status not in ("ran", "simulated"):
         return
     try:
         act(*args)
@@ -169,7 +182,26 @@ def _attempt(entry: Entry, act: Callable[..., None], *args: Any) -> None:
         measured.status, measured.why = "refused", f"refused by its planner: a batch needs {needs}"
     except Exception as error:
         measured.status, measured.why = "failed", say(error)[:300]
+        if entry.alternative.name == PLAIN:
+            raise _no_plain_run(work, error) from error
+    _drop_unfinished(measured, len(work.batches))
     _close(entry)
+
+
+def _drop_unfinished(measured: Measured, steps: int) -> None:
+    """Only whole epochs are left of what was measured."""
+    measured.peaks_bytes = [epoch for epoch in measured.peaks_bytes if len(epoch) == steps]
+    measured.seconds = [epoch for epoch in measured.seconds if len(epoch) == steps]
+    del measured.gradients[len(measured.gradients) // steps * steps :]
+
+
+def _no_plain_run(work: Work, error: Exception) -> MimoseError:
+    """What to say where the work cannot be trained at all."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error).lower():
+        change = "It ran out of memory: use smaller sizes (--size), fewer batches (--steps) or fewer --alternatives."
+    else:
+        change = "It must train without any saving first: check the model and its loss, --size, --init and --batch."
+    return MimoseError(f"A plain training step of {work.name} failed: {say(error)[:300].rstrip('.')}. {change}")
 
 
 def _start(entry: Entry, case: Case, progress: Progress) -> None:
@@ -190,17 +222,26 @@ def _pass(raced: Raced, take: Callable[[Entry, Any, int], None], order: random.R
     """One epoch of everybody who is still in, batch by batch in another order each time."""
     ran = [entry for entry in raced.entries if entry.runner is not None]
     for entry in ran:
-        (entry.measured.peaks_bytes if take is _peaks else entry.measured.seconds).append([])
+        (entry.measured.seconds if take is _seconds else entry.measured.peaks_bytes).append([])
     for index, batch in enumerate(raced.work.batches):
         for entry in order.sample(ran, len(ran)):
-            _attempt(entry, take, entry, batch, index)
-            progress.advance(1 if take is _peaks else 2)
+            _attempt(raced.work, entry, take, entry, batch, index)
+            progress.advance(2 if take is _seconds else 1)
 
 
 def _peaks(entry: Entry, batch: Any, seed: int) -> None:
     assert entry.runner is not None
     with entry.runner.present():
         entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
+
+
+def _last_peaks(entry: Entry, batch: Any, seed: int) -> None:
+    """The gradients are looked at once more: by now whoever plans has planned."""
+    runner = entry.runner
+    assert runner is not None
+    with runner.present():
+        entry.measured.peaks_bytes[-1].append(_metered(runner, batch, seed, entry.measured))
+        entry.measured.gradients.append(_digest(runner.model))
 
 
 def _seconds(entry: Entry, batch: Any, seed: int) -> None:
@@ -249,6 +290,13 @@ def _count(entry: Entry, work: Work, progress: Progress) -> None:
     entry.measured.operations = total
 
 
+def _simulate(entry: Entry, raced: Raced, case: Case) -> None:
+    """What is not run but worked out; plain steps are recorded for it once."""
+    if "traces" not in case.shared:
+        case.shared["traces"] = recordings(case.work, case.device)
+    dtr_of(entry.measured, case.shared["traces"], entry.budget_bytes, raced.resident_bytes, raced.plain)
+
+
 def _finish(entry: Entry) -> None:
     """Take what the runner knows about itself, and let go of it."""
     runner, measured = entry.runner, entry.measured
@@ -269,16 +317,25 @@ def _close(entry: Entry) -> None:
 
 
 def _plain_peaks(work: Work, device: torch.device) -> tuple[list[int], int]:
-    """Peaks of a second epoch, the first of which makes the optimizer's state, and what was resident."""
-    runner = Runner(Case(work, device, 0, None, 0))
+    """Peaks of an epoch after a step that makes the optimizer's state, and what was resident.
+
+    Raises:
+        MimoseError: A step fails.
+    """
     peaks, resident_bytes = [], 0
-    runner.step(work.batches[0])
-    for index, batch in enumerate(work.batches):
-        torch.manual_seed(index)
-        with meter_of(device, runner.model, runner.optimizer, batch) as meter:
-            runner.step(batch)
-        peaks.append(meter.peak_bytes)
-        resident_bytes = max(resident_bytes, meter.resident_bytes)
+    try:
+        runner = Runner(Case(work, device, 0, None, 0))
+        runner.step(work.batches[0])
+        for index, batch in enumerate(work.batches):
+            torch.manual_seed(index)
+            with meter_of(device, runner.model, runner.optimizer, batch) as meter:
+                runner.step(batch)
+            peaks.append(meter.peak_bytes)
+            resident_bytes = max(resident_bytes, meter.resident_bytes)
+    except MimoseError:
+        raise
+    except Exception as error:
+        raise _no_plain_run(work, error) from error
     return peaks, resident_bytes
 
 

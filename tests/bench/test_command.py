@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_mimose.bench.alternatives import ALTERNATIVES
+from lightning_mimose.bench.command import Options
 from lightning_mimose.bench.runner import Case, Runner
+from lightning_mimose.bench.work import Work
 from lightning_mimose.command import main
 from tests.helpers.projects import write_project
 
@@ -40,6 +45,10 @@ class Lit(pl.LightningModule):
 class Text(TinyText):
     def make_batch(self, batch, tokens):
         return text_batch(batch, tokens)
+
+class Bad(Text):
+    def forward(self, **batch):
+        raise ValueError("wrong\\nshape")
 '''
 
 
@@ -103,6 +112,78 @@ def test_an_alternative_that_fails_has_a_row_that_says_why(
     assert "RuntimeError: no such luck, really" in shown
 
 
+@pytest.mark.parametrize("steps", [1, 4, 6, 7, 10])
+def test_an_alternative_that_fails_late_loses_its_row_only(
+    steps: int, project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first epoch, at a second timed batch, at either batch of a peaks pass, in the last timed pass."""
+
+    class Late(Runner):
+        left = steps
+
+        def step(self, batch: Any) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("enough")
+            super().step(batch)
+
+    def no_recording(*_: Any) -> None:
+        raise RuntimeError("cannot be recorded")
+
+    monkeypatch.setattr("lightning_mimose.bench.race.recordings", no_recording)
+    monkeypatch.setitem(ALTERNATIVES, "layers", replace(ALTERNATIVES["layers"], make=Late))
+    asked = ["--size", "batch=2,tokens=8", "--size", "batch=2,tokens=16", "--budget", "0.9,0.90", "--repeats", "2"]
+    assert main(["bench", f"{project}:Text", *asked, "--alternatives", "layers,dtr", "--json"]) == 0
+    (budget,) = json.loads(capsys.readouterr().out)["works"][0]["budgets"]  # the same budget twice is one
+    rows = {row["name"]: row for row in budget["alternatives"]}
+    assert {name: row["why"] for name, row in rows.items() if row["status"] == "failed"} == {
+        "layers": "RuntimeError: enough",
+        "dtr": "RuntimeError: cannot be recorded",
+    }
+    assert all(len(epoch) == 2 for epoch in rows["layers"]["peaks_bytes"] + rows["layers"]["seconds"])
+    assert set(rows["layers"]["figures"].values()) == {None}
+    assert rows["plain-again"]["figures"]["bit_equal"]
+    assert len(rows["plain"]["gradients"]) == 4  # of the first epoch, and of the last metered one
+
+
+def test_a_plain_row_that_fails_ends_its_work_in_one_line(
+    project: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(case: Case) -> Runner:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setitem(ALTERNATIVES, "plain", replace(ALTERNATIVES["plain"], make=broken))
+    asked = ["bench", f"{project}:Text", "--size", "batch=2,tokens=8", "--alternatives", "plain"]
+    assert main(asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "use smaller sizes (--size), fewer batches (--steps)" in line
+
+
+def test_a_work_that_fails_leaves_the_others_running(
+    project: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def makes(options: Options, device: torch.device) -> Iterator[Callable[[], Work]]:
+        for name, error in (("first", "ValueError: wrong"), ("second", "")):
+            yield lambda name=name, error=error: Work(name, "", lambda: Net(error), (torch.ones(2, 4),), loss)  # type: ignore[misc]
+
+    class Net(torch.nn.Linear):
+        def __init__(self, error: str) -> None:
+            super().__init__(4, 4)
+            self.error = error
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if model.error:
+            raise ValueError(model.error)
+        total: torch.Tensor = model(batch).sum()
+        return total
+
+    monkeypatch.setattr("lightning_mimose.bench.command._works", makes)
+    assert main(["bench", "--alternatives", "plain", "--repeats", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [work["name"] for work in document["works"]] == ["second"]
+    assert "first failed: ValueError" in document["left_out"]["first"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -118,6 +199,10 @@ def test_an_alternative_that_fails_has_a_row_that_says_why(
         (["{project}:Text"], "no train_dataloader"),
         (["{project}:Text", "--size", "batch"], "cannot be read"),
         (["{project}:Text", "--size", "batch=2,tokens=8", "--budget", "1KB"], "resident before a step begins"),
+        (["{project}:Bad", "--size", "batch=2,tokens=8"], "of Bad failed: ValueError: wrong shape"),
+        (["--output", "{project}.py"], "is a file"),
+        (["--output", "{project}.py/below"], "is a file"),
+        (["--output", "/proc/nowhere"], "cannot be written to"),
         (["--repeats", "0"], "must be 1 or more"),
         (["--scale", "paper"], "meant for a GPU"),
     ],
@@ -138,3 +223,12 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["bench"]) == 2
     assert "lightning-mimose[bench]" in capsys.readouterr().err
+
+
+def test_without_matplotlib_nothing_is_measured_that_could_not_be_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["bench", "--scale", "tiny", "--output", str(tmp_path / "out")]) == 2
+    assert "lightning-mimose[plots]" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
