@@ -273,7 +273,7 @@ class Advisor:
             understood = dict(choices)
             for unit, action in choices:
                 # A grade of lean saves that is missing spares hardly more than the one before it.
-                lower = [*GRADES[: GRADES.index(action) + 1][::-1]] if action in GRADES else [action]
+                lower = GRADES[GRADES.index(action) :: -1] if action in GRADES else (action,)
                 known = [each for each in lower if (unit, each) in timeline.option_index]
                 if known:
                     understood[unit] = known[0]

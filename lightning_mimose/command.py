@@ -27,7 +27,7 @@ from the configuration."""
 
 _BENCH = """\
 examples:
-  lightning-mimose bench                                     one built-in work, a few minutes
+  lightning-mimose bench                                     one built-in work, ten minutes
   lightning-mimose bench --work all --alternatives all --budget 0.7,0.5,0.35 --output results
   lightning-mimose bench my_package.my_module:MyModel --size batch=8,input_ids:1=128 \\
       --size batch=8,input_ids:1=512 --alternatives layers,static,ours
@@ -161,7 +161,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     asked = [_size(text) for text in arguments.size]
     if any(size.keys() != asked[0].keys() for size in asked):
         raise SizeError("Every --size must name the same dimensions.")
-    budgets = [budget.strip() for text in arguments.budget for budget in text.split(",") if budget.strip()]
+    budgets = [budget for text in arguments.budget for budget in _names(text)]
     units = [unit for text in arguments.units for unit in text.split(",")] if arguments.units else None
     actions = [name.strip() for name in arguments.actions.split(",")] if arguments.actions else None
     init = dict(_value(text) for text in arguments.init)

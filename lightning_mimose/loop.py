@@ -83,13 +83,14 @@ class Mimose:
         self._units = tuple(unit.name for unit in self._engine.units)
         self._engine.watch([optimizer] if optimizer is not None else [])
         self._engine.attach()
+        forbidden = "" if self._engine.agreement is None else NO_RETRY
         self._attempts: Attempts | None = Attempts(
             self._engine,
             model,
             list(model.parameters()),
             self._engine.device,
             retry=on_oom == "retry",
-            forbids=lambda alone=self._engine.agreement is None: "" if alone else NO_RETRY,  # type: ignore[misc]
+            forbids=lambda: forbidden,
         )
 
     @property

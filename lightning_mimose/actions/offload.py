@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, unpack
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, base_of, is_plain, storages_of, unpack
 
 SMALL_BYTES = 4096
 """A smaller storage is not worth a copy."""
@@ -236,12 +235,12 @@ class Offloader:
         Args:
             held: Tensors that somebody else keeps alive: arguments, parameters, buffers.
         """
-        kept = {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor) and _is_plain(t)}
+        kept = storages_of(held)
         storages: dict[int, Moved] = {}
         windows: list[Window] = []
 
         def pack(tensor: torch.Tensor) -> Handle | Use:
-            if not _is_plain(tensor) or not self._is_here(tensor.device) or _is_leaf(tensor):
+            if not _is_movable(tensor) or not self._is_here(tensor.device):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALL_BYTES or storage._cdata in kept:
@@ -298,13 +297,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
         return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return strided and not tensor.is_nested and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """A parameter, or a view of one, whoever holds it."""
-    base = tensor._base if tensor._is_view() else None
-    base = tensor if base is None else base
-    return base.requires_grad and base.grad_fn is None
+def _is_movable(tensor: torch.Tensor) -> bool:
+    """Whether its storage says all there is to know, and nobody holds it as a parameter (or a view of one)."""
+    if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+        return False
+    base = base_of(tensor)
+    return not base.requires_grad or base.grad_fn is not None

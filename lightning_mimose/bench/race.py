@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mimose.bench.alternatives import CONTROL, PLAIN, Alternative
+from lightning_mimose.bench.alternatives import PLAIN, Alternative
 from lightning_mimose.bench.figures import Measured
 from lightning_mimose.bench.meter import meter_of
 from lightning_mimose.bench.progress import Progress
@@ -237,11 +237,9 @@ def _peaks(entry: Entry, batch: Any, seed: int) -> None:
 
 def _last_peaks(entry: Entry, batch: Any, seed: int) -> None:
     """The gradients are looked at once more: by now whoever plans has planned."""
-    runner = entry.runner
-    assert runner is not None
-    with runner.present():
-        entry.measured.peaks_bytes[-1].append(_metered(runner, batch, seed, entry.measured))
-        entry.measured.gradients.append(_digest(runner.model))
+    _peaks(entry, batch, seed)
+    assert entry.runner is not None
+    entry.measured.gradients.append(_digest(entry.runner.model))
 
 
 def _seconds(entry: Entry, batch: Any, seed: int) -> None:
@@ -349,6 +347,3 @@ def _digest(model: torch.nn.Module) -> str:
             gradient = parameter.grad.detach().to_dense().contiguous().cpu()
             digest.update(gradient.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-__all__ = ["CONTROL", "PLAIN", "Ask", "Entry", "Raced", "race"]

@@ -32,13 +32,11 @@ class Priced:
         bound: No pick that fits adds fewer seconds (for the holds that were assumed).
         prices: Shape (active,); seconds per byte at the active positions of the search.
         picks: Picks seen on the way that nearly fit, the most promising first.
-        loss: Shape (options,); by how much the bound rises when an option is forced into the pick.
     """
 
     bound: float
     prices: Floats
     picks: tuple[Ints, ...]
-    loss: Floats
 
 
 def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float = np.inf) -> Priced:
@@ -56,7 +54,7 @@ def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float 
     search.activate(search.timeline.base_bytes + charge)
     if not search.active:
         bound, pick = structure.cheapest(cost)
-        return Priced(bound, np.zeros(0), (pick,), structure.forced_loss(cost))
+        return Priced(bound, np.zeros(0), (pick,))
 
     def need() -> Floats:
         return (search.timeline.base_bytes + charge - search.budget)[search.active].astype(np.float64)
@@ -103,10 +101,9 @@ def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float 
         if length == 0:
             break
         prices = np.maximum(prices + step * (target - bound) / length * direction, 0.0)
-    reduced = cost - gains @ best_prices
-    _, pick = structure.cheapest(reduced)
+    _, pick = structure.cheapest(cost - gains @ best_prices)
     near.sort(key=lambda entry: entry[:2])
-    return Priced(best_bound, best_prices, (pick, *(entry[2] for entry in near[:3])), structure.forced_loss(reduced))
+    return Priced(best_bound, best_prices, (pick, *(entry[2] for entry in near[:3])))
 
 
 def _line_search(structure: Structure, cost: Floats, gain: Floats, missing: float, scale: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe
+from lightning_mimose.actions.lean.handles import Handle, Recipe
 from lightning_mimose.actions.lean.recipes import ATTENTION, LIGHT
 
 
@@ -48,22 +48,16 @@ def argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: s
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def added_mask(masked: Masked, like: Any, given: Sequence[Handle | None]) -> Handle | None:
+def added_mask(masked: Masked, like: Any, given: Handle | None) -> Recipe:
     """A mask as it is added to the scores.
 
     Args:
         masked: The call.
         like: Shape, dtype and device of the scores.
-        given: Its mask, bools or numbers; nothing for the causal one.
-
-    Returns:
-        The handle; None where the mask may be gone, or changed, when it is needed.
+        given: Its mask, bools or numbers; None for the causal one.
     """
-    inputs = [each for each in given if isinstance(each, Kept)]
-    if len(inputs) != len(given):
-        return None
     dtype, device, cast = like.dtype, like.device, masked.cast or like.dtype
-    shape = inputs[0].shape if inputs else tuple(like.shape[-2:])
+    shape = tuple(like.shape[-2:]) if given is None else given.shape
 
     def rebuild(*mask: torch.Tensor) -> torch.Tensor:
         allowed = mask[0] if mask else torch.ones(shape, dtype=torch.bool, device=device).tril_()
@@ -71,6 +65,7 @@ def added_mask(masked: Masked, like: Any, given: Sequence[Handle | None]) -> Han
             return allowed.to(cast).to(dtype)
         return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), -torch.inf)
 
+    inputs = [] if given is None else [given]
     recipe = Recipe(rebuild, inputs, prod(shape) * dtype.itemsize, shape, ATTENTION, LIGHT * prod(shape))
     recipe.identity = hash(("mask", len(inputs)))
     return recipe

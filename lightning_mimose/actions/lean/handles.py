@@ -7,15 +7,33 @@ is shared among them while one backward pass lasts, and let go of with the last 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 Rebuild = Callable[..., torch.Tensor]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a window on its storage: no subclass, not sparse, not nested."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def storages_of(tensors: Iterable[Any]) -> set[int]:
+    """The storages of those that are plain tensors, each by its number, which is another's once it is gone."""
+    return {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and is_plain(t)}
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or itself."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
 
 PIECE = 1 << 20
 """Elements of a mask that are packed at once."""

@@ -15,14 +15,26 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mimose.actions.lean.attention import added_mask
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Number, Recipe, Use, View, rebuilt_now, unpack
+from lightning_mimose.actions.lean.handles import (
+    Handle,
+    Kept,
+    Mask,
+    Number,
+    Recipe,
+    Use,
+    View,
+    base_of,
+    is_plain,
+    rebuilt_now,
+    storages_of,
+    unpack,
+)
 from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
 from lightning_mimose.errors import is_out_of_memory
 
@@ -135,8 +147,8 @@ class LeanSaves:
 
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""
-        self._given |= _storages(given)
-        self._held |= self._given | _storages(held)
+        self._given |= storages_of(given)
+        self._held |= self._given | storages_of(held)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -171,7 +183,7 @@ class LeanSaves:
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
         handle.identity = hash((self._count, handle.shape and tensor.is_contiguous()))
-        base = _base(tensor)
+        base = base_of(tensor)
         if base.grad_fn is not None:
             self._numbers.setdefault((base.grad_fn, base.output_nr), handle.identity)
         rebuilt = handle.rebuilt
@@ -182,11 +194,11 @@ class LeanSaves:
 
     def _handle(self, tensor: torch.Tensor) -> Handle:
         self._count += 1
-        base = _base(tensor)
+        base = base_of(tensor)
         node = base.grad_fn
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
-        if not _is_plain(tensor) or not (base is tensor or _is_plain(base)):
+        if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
         if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
@@ -253,7 +265,7 @@ class LeanSaves:
 
         Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
         """
-        if not _is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
+        if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
             return None
         self.borrowed.append(tensor)
         kept = Kept(tensor)
@@ -355,24 +367,13 @@ class _Node:
         edges = self.raw.next_functions
         if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
             return None
-        given = [] if masked.mask is None else [self._saves.given(masked.mask)]
+        given = None if masked.mask is None else self._saves.given(masked.mask)
+        if given is None and masked.mask is not None:
+            return None
         return added_mask(masked, self.raw._input_metadata[0], given)
 
     def constant(self, name: str) -> Any:
         return self._saves._constants.seen.get(self.raw, {}).get(name)
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor:
-    base = tensor._base if tensor._is_view() else None
-    return tensor if base is None else base
-
-
-def _storages(tensors: Iterable[Any]) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and _is_plain(t)}
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _rebuilds(handle: Handle, tensor: torch.Tensor) -> bool:
