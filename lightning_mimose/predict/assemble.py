@@ -16,6 +16,8 @@ from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 REBUILDING_FLOPS = 1e5
 """What lean saves of one call cost besides its recipes, in operations that take as long."""
+ELEMENTWISE_FLOPS = 20.0
+"""What a unit's forward does besides matrix products, for each byte that it saves; more of it in narrow units."""
 REGION_FLOPS = 1e4
 """The same for a recomputed region."""
 
@@ -182,6 +184,13 @@ class _Assembly:
         members = [self.structure.calls[i] for i in self.calls_of[unit]]
         return sum(float(self.values[c.flops]) for c in members) + 0.25 * saved_bytes + REGION_FLOPS * len(members)
 
+    def _rebuilding(self, unit: str, work: float) -> float:
+        """What recipes cost, in the operations of `_recomputing`: those stand for the unit's element-wise work too."""
+        members = [self.structure.calls[i] for i in self.calls_of[unit]]
+        flops = sum(float(self.values[call.flops]) for call in members)
+        saved = sum(float(self.values[call.saved]) for call in members)
+        return work * flops / (flops + ELEMENTWISE_FLOPS * saved) if flops > 0 else work
+
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
         structure, value = self.structure, self.value
@@ -204,7 +213,7 @@ class _Assembly:
             if action in BORROWING:
                 self.borrows += [(len(self.options), shape.call) for shape in shapes]
             work = sum(float(self.values[shape.work]) for shape in shapes)
-            self._add(index[unit], action, work + REBUILDING_FLOPS * len(shapes), row)
+            self._add(index[unit], action, self._rebuilding(unit, work) + REBUILDING_FLOPS * len(shapes), row)
 
     def add_recompute_lean(self, grade: str, action: str) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
@@ -223,7 +232,7 @@ class _Assembly:
             row, work = self.relief[plain[index[unit]]].copy(), 0.0
             for i in members:
                 shape = shapes[i]
-                work += float(self.values[shape.work]) + REBUILDING_FLOPS
+                work += self._rebuilding(unit, float(self.values[shape.work])) + REBUILDING_FLOPS
                 peaks = [0]
                 for position, own in shape.positions:
                     if self.backward[position]:

@@ -63,7 +63,8 @@ def added_mask(masked: Masked, like: Any, given: Handle | None) -> Recipe:
         allowed = mask[0] if mask else torch.ones(shape, dtype=torch.bool, device=device).tril_()
         if allowed.dtype != torch.bool:
             return allowed.to(cast).to(dtype)
-        return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), -torch.inf)
+        nothing, all_of_it = (torch.full((), number, dtype=dtype, device=device) for number in (0.0, -torch.inf))
+        return torch.where(allowed, nothing, all_of_it)
 
     inputs = [] if given is None else [given]
     recipe = Recipe(rebuild, inputs, prod(shape) * dtype.itemsize, shape, ATTENTION, LIGHT * prod(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.attention import Masked, argument
+from lightning_mimose.actions.lean.handles import base_of
 
 
 class Constants(TorchFunctionMode):
@@ -22,6 +23,7 @@ class Constants(TorchFunctionMode):
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
+        history: Stands for all functions that were called, in order.
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,7 @@ class Constants(TorchFunctionMode):
         self.masked: Masked | None = None
         self.versions: dict[Place, int] = {}
         self.changed: set[Place] = set()
+        self.history = 0
         self._running: list[tuple[torch.Tensor, int, Any]] = []
 
     def forget(self) -> None:
@@ -57,17 +60,29 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__" and func != _DATA:
-            return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
-        before = [
-            (base, base._version, base.grad_fn) for base in map(_base, _tensors(args, kwargs)) if base is not None
-        ]
-        for base, _, node in before:
-            if func == _DATA or not self.is_result(base):
+        hands_out = False
+        if getattr(func, "__name__", "") == "__get__":
+            hands_out = func == _DATA
+            if not hands_out:
+                return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
+        self.history = hash((self.history, func))
+        before = []
+        for tensor in _tensors(args, kwargs):
+            if tensor.is_leaf:
+                continue
+            base = base_of(tensor)
+            node = base.grad_fn
+            if node is None:  # a leaf's: nothing is rebuilt
+                continue
+            version = base._version
+            # What nobody has ever written is its node's result; nearly all tensors are.
+            if hands_out or (version and not self.is_result(base)):
                 self.changed.add((node, base.output_nr))
+            before.append((base, version, node))
         running, self._running = self._running, before
         try:
-            out = self._called(func, args, kwargs)
+            note = _NOTES.get(func)
+            out = func(*args, **kwargs) if note is None else note(self, func, args, kwargs)
         finally:
             self._running = running
         for base, version, node in before:
@@ -78,25 +93,28 @@ class Constants(TorchFunctionMode):
                     self.changed.add((base.grad_fn, base.output_nr))
         return out
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _DROPOUTS:
-            name, position, default = _DROPOUTS[func]
-            before = self.dropout, self.masked
-            self.dropout, self.masked = argument(args, kwargs, position, name, default), Masked.of(func, args, kwargs)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.dropout, self.masked = before
+    def _dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, position, default = _DROPOUTS[func]
+        before = self.dropout, self.masked
+        self.dropout, self.masked = argument(args, kwargs, position, name, default), Masked.of(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.dropout, self.masked = before
+
+    def _sum(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if func in _SUMS:
-            if len(args) > 1 and isinstance(args[1], (int, float)):
-                self._note(out, operand=args[1], swapped=_SUMS[func])
-            elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
-                without = [i for i in (0, 1) if not args[i].requires_grad]
-                if len(without) == 1:  # a mask, which the node does not know
-                    self._note(out, operand=args[without[0]], swapped=without == [0])
-        elif func in _NORMS:
-            self._note(out, eps=argument(args, kwargs, 4, "eps", 1e-5))
+        if len(args) > 1 and isinstance(args[1], (int, float)):
+            self._note(out, operand=args[1], swapped=_SUMS[func])
+        elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            without = [i for i in (0, 1) if not args[i].requires_grad]
+            if len(without) == 1:  # a mask, which the node does not know
+                self._note(out, operand=args[without[0]], swapped=without == [0])
+        return out
+
+    def _norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._note(out, eps=argument(args, kwargs, 4, "eps", 1e-5))
         return out
 
     def _note(self, out: Any, **constants: Any) -> None:
@@ -107,19 +125,14 @@ class Constants(TorchFunctionMode):
 _ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from (each for each in value if isinstance(each, torch.Tensor))
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What the tensor is a view of, or itself; None where nobody counts versions, or nothing is to be rebuilt."""
-    if tensor.grad_fn is None or tensor.is_inference():
-        return None
-    return tensor._base if tensor._is_view() else tensor
+            found += [each for each in value if isinstance(each, torch.Tensor)]
+    return found
 
 
 Place = tuple[Any, int]
@@ -142,3 +155,9 @@ _SUMS = {
     torch.rsub: False,
     torch.Tensor.__rsub__: False,
 }
+_NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
+    **dict.fromkeys(_DROPOUTS, Constants._dropout),
+    **dict.fromkeys(_SUMS, Constants._sum),
+    **dict.fromkeys(_NORMS, Constants._norm),
+}
+"""Functions that something is noted of, and how they are then called."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -37,6 +36,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 PIECE = 1 << 20
 """Elements of a mask that are packed at once."""
+
+_BYTES = np.arange(256, dtype=np.uint8)[:, None]
 
 
 class Handle:
@@ -81,8 +82,8 @@ class Kept(Handle):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Sparse tensors have no `nbytes`, and some nested ones no shape: nothing is rebuilt from them.
-        is_plain = tensor.layout == torch.strided and not tensor.is_nested
-        super().__init__(tensor.nbytes if is_plain else 0, tuple(tensor.shape) if is_plain else (), 0)
+        has_shape = tensor.layout == torch.strided and not tensor.is_nested
+        super().__init__(tensor.nbytes if has_shape else 0, tensor.shape if has_shape else (), 0)
         self._tensor = tensor.detach()
         self._version = tensor._version
 
@@ -228,8 +229,11 @@ class Mask(Rebuilt):
     def _made(self) -> torch.Tensor:
         # A table of all bytes, made each time: one that was kept would be memory that no step accounts for.
         device = self._bits.device
-        bytes_, places = (torch.arange(n, device=device, dtype=torch.uint8) for n in (256, 8))
-        table = (bytes_[:, None] >> places).bitwise_and_(1).to(self._dtype)
+        if device.type == "cpu":
+            table = torch.from_numpy(np.unpackbits(_BYTES, axis=1, bitorder="little")).to(self._dtype)
+        else:
+            bytes_, places = (torch.arange(n, device=device, dtype=torch.uint8) for n in (256, 8))
+            table = (bytes_[:, None] >> places).bitwise_and_(1).to(self._dtype)
         if self._dtype != torch.bool:
             table.mul_(self._number)
         return table.index_select(0, self._bits.int()).as_strided(self.shape, self._stride)
@@ -266,13 +270,21 @@ class Recipe(Rebuilt):
         self._threads = torch.get_num_threads()
 
     def _made(self) -> torch.Tensor:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            threads = torch.get_num_threads()
-            if threads != self._threads:  # some kernels give other last bits with another number of threads
-                torch.set_num_threads(self._threads)
-                stack.callback(torch.set_num_threads, threads)
-            return self._rebuild(*[each.value() for each in self.inputs])
+        threads = torch.get_num_threads()
+        if threads != self._threads:  # some kernels give other last bits with another number of threads
+            torch.set_num_threads(self._threads)
+            try:
+                return self._followed()
+            finally:
+                torch.set_num_threads(threads)
+        return self._followed()
+
+    def _followed(self) -> torch.Tensor:
+        values = [each.value() for each in self.inputs]
+        if not torch.is_grad_enabled():  # as it is in backward
+            return self._rebuild(*values)
+        with torch.no_grad():
+            return self._rebuild(*values)
 
 
 def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:
@@ -300,6 +312,8 @@ class Use:
 
 def unpack(packed: Handle | Use) -> torch.Tensor:
     """What is given to autograd as the hook for unpacking."""
+    if isinstance(packed, Kept):  # most are
+        return packed.value()
     handle = packed.handle if isinstance(packed, Use) else packed
     return handle.value() if isinstance(handle, Kept) else _without_autocast(handle.value)
 

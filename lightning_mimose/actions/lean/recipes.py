@@ -24,11 +24,13 @@ Element-wise operations and norms; masks as bits, and products with them; softma
 """
 ELEMENTWISE, MASKS, ATTENTION, PRODUCTS = range(1, 5)
 
-# What an element costs, in operations that take as long when a unit is recomputed. Bandwidth decides for most. Measured
-# on BERT, GPT-2 and ViT with every unit in one grade, against every unit recomputed (two CPU cores).
-VIEW, LIGHT, HEAVY, SOFTMAX, NORM, GELU = 0.0, 30.0, 60.0, 100.0, 120.0, 200.0
-PRODUCT = 0.5
-"""The same for an operation of a matrix product: alone it runs faster than a unit's operations do on average."""
+# What an element costs, in operations of a matrix product that take as long. Bandwidth decides for most. Measured in
+# steps of BERT (two CPU cores), where what they read is long out of the caches; `bench grades` in `examples` compares.
+VIEW, LIGHT, HEAVY, SOFTMAX, NORM, GELU = 0.0, 80.0, 100.0, 120.0, 150.0, 110.0
+MASK = 220.0
+"""To pack an element of a mask and unpack it."""
+PRODUCT = 1.0
+"""The same for an operation of a matrix product."""
 
 
 class Node(Protocol):

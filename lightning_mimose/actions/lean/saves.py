@@ -40,6 +40,8 @@ from lightning_mimose.errors import is_out_of_memory
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
+MOST_BARREN = 10_000
+"""Places without a recipe that are remembered; a model that branches has more and more of them."""
 LONGEST_CHAIN = 12
 """Operations that may be run to rebuild one tensor from what is kept."""
 
@@ -65,10 +67,13 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
+        barren: Where no recipe is to be found, whatever the batch: (grade, how many were saved before, nodes made
+            since the unit began, what was called so far). Most saved tensors are of that kind; to look takes time.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
+    barren: set[tuple[int, int, int, int]] = field(default_factory=set)
 
 
 class References:
@@ -140,6 +145,9 @@ class LeanSaves:
         self._owner = object()
         self._start = 0
         self._in_scores = False
+        self._always = True
+        """Whether what was not found since this was set would not be found in another step either."""
+        self._not_always: set[tuple[Any, int]] = set()
         self._small_bytes = small_bytes
         self.compared = self.differed = False
         self.borrowed: list[torch.Tensor] = []
@@ -168,6 +176,7 @@ class LeanSaves:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
         self._numbers.clear()
+        self._not_always.clear()
         self._storages.clear()
         self._constants.forget()
         self._held.clear()
@@ -177,25 +186,24 @@ class LeanSaves:
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
-        handle = self._handle(tensor)
+        self._count += 1
+        base = base_of(tensor)
+        node, output = base.grad_fn, base.output_nr
+        handle = self._handle(tensor, base, node, output)
         handle.owner = self._owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
-        handle.identity = hash((self._count, handle.shape and tensor.is_contiguous()))
-        base = base_of(tensor)
-        if base.grad_fn is not None:
-            self._numbers.setdefault((base.grad_fn, base.output_nr), handle.identity)
+        handle.identity = 2 * self._count + bool(handle.shape and tensor.is_contiguous())
+        if node is not None:
+            self._numbers.setdefault((node, output), handle.identity)
         rebuilt = handle.rebuilt
         if rebuilt is None:
             return handle
         rebuilt.is_saved = True
         return Use(handle, rebuilt)
 
-    def _handle(self, tensor: torch.Tensor) -> Handle:
-        self._count += 1
-        base = base_of(tensor)
-        node = base.grad_fn
+    def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
         if not is_plain(tensor) or not (base is tensor or is_plain(base)):
@@ -212,7 +220,7 @@ class LeanSaves:
         if as_found != state:
             known = None
         elif known is None:
-            known = self._find(base, node)
+            known = self._find(base, storage, node, output)
         handle: Handle | None = None
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
@@ -224,19 +232,25 @@ class LeanSaves:
         if ref is None:
             self._storages[storage._cdata] = weakref.ref(storage), known, state
         if node is not None:
-            self._values[node, base.output_nr] = known if as_found == state else None
+            self._values[node, output] = known if as_found == state else None
         if self._told is not None:
             self._told(Saved(storage, base, handle))
         return handle
 
-    def _find(self, base: torch.Tensor, node: Any) -> Handle | None:
+    def _find(self, base: torch.Tensor, storage: torch.UntypedStorage, node: Any, output: int) -> Handle | None:
         found: Handle | None = None
-        if base.storage_offset() != 0 or base.untyped_storage().nbytes() != base.nbytes:
+        if base.storage_offset() != 0 or storage.nbytes() != base.nbytes:
             return None
         if node is None:
             found = self._mask(base)
         elif self._constants.is_result(base):
-            found = self.rebuilt(node, base.output_nr, 0)
+            place = self._grade, self._count, node._sequence_nr() - self._start, self._constants.history
+            if place in self._sites.barren:
+                return None
+            self._always = True
+            found = self.rebuilt(node, output, 0)
+            if found is None and self._always and len(self._sites.barren) < MOST_BARREN:
+                self._sites.barren.add(place)
         return None if found is None or isinstance(found, Kept) or found.grade > self._grade else found
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
@@ -266,7 +280,7 @@ class LeanSaves:
         Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
         """
         if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
-            return None
+            return self.missing()
         self.borrowed.append(tensor)
         kept = Kept(tensor)
         kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
@@ -278,13 +292,24 @@ class LeanSaves:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
         if key in self._constants.changed:
-            return None
-        if key not in self._values:
+            return self.missing()
+        if key in self._values:
+            self._always &= key not in self._not_always
+        else:
+            outer, self._always = self._always, True
             self._values[key] = self._from_table(node, output, depth)
+            if not self._always:
+                self._not_always.add(key)
+            self._always &= outer
         found = self._values[key]
         if found is not None:
             found.identity = self._numbers.get(key, found.identity)
         return found
+
+    def missing(self) -> Handle | None:
+        """None: something is not there, that may be there in another step."""
+        self._always = False
+        return None
 
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
@@ -292,10 +317,12 @@ class LeanSaves:
             leaf = node.variable
             # One that was changed since the unit began is not what the operation was given.
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
-            return Kept(leaf) if known else None
+            return Kept(leaf) if known else self.missing()
         entry = TABLE.get(name)
-        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+        if entry is None or output != 0:
             return None
+        if depth > LONGEST_CHAIN:  # another one may be a way to it that is not as long
+            return self.missing()
         own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
             return None
@@ -306,8 +333,10 @@ class LeanSaves:
         if made is None:
             return None
         inputs = [each for each in made.inputs if each is not None]
-        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
+        if len(inputs) != len(made.inputs):
             return None
+        if not all(each.is_intact for each in inputs if isinstance(each, Kept)):
+            return self.missing()
         grade = max(own, *(each.needed_grade for each in inputs), 0)
         elements = prod(view.shape)
         nbytes = elements * view.dtype.itemsize
@@ -328,13 +357,15 @@ class _Node:
 
     def saved(self, name: str) -> Handle | None:
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
+        if data is None:
+            return None
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
-        return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
+        return data if isinstance(data, Handle) and data.owner is self._saves._owner else self._saves.missing()
 
     def edge(self, index: int) -> Handle | None:
         following = self.raw.next_functions
         if index >= len(following) or following[index][0] is None:
-            return None
+            return self._saves.missing()
         node, output = following[index]
         return self._saves.rebuilt(node, output, self._depth + 1)
 
@@ -355,7 +386,7 @@ class _Node:
         # A number is saved as a tensor without dimensions, and past every hook. Never `_saved_`: that would unpack.
         number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if not isinstance(number, torch.Tensor) or number.dim():
-            return None
+            return self._saves.missing()
         with _disable_current_modes():  # which would be given a float where they expect a tensor
             return Number(number.item())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.recipes import GRADES, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, References, Saved, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 
@@ -193,7 +194,7 @@ def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[
         also: Filled with those.
     """
     if isinstance(handle, Mask):
-        return handle.temporary_bytes, 0.0
+        return handle.temporary_bytes, MASK * prod(handle.shape)
     if not isinstance(handle, Recipe):
         return 0, 0.0
     temporary, most, work = 0, 0, handle.work

@@ -165,6 +165,37 @@ def test_a_change_in_the_middle_of_a_chain_after_the_places_were_compared(change
     assert same_bits(again.bits, Pass(partial(function, True), inputs, None).bits)
 
 
+@pytest.mark.parametrize("change", HIDDEN)
+def test_what_has_no_recipe_in_an_odd_step_has_one_in_the_next(change: Change) -> None:
+    """Where nothing can ever be rebuilt is remembered; a step in which somebody wrote says nothing of others."""
+
+    def function(changes: bool, watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        y = functional.gelu(x)
+        if changes:
+            change(y)
+        return watch(y.neg()) * w
+
+    inputs = matrix(), matrix()
+    first = Pass(partial(function, True), inputs, EVERYTHING)
+    assert first.alive == [True]
+    then = Pass(partial(function, False), inputs, EVERYTHING, sites=first.sites)
+    assert then.alive == [False]
+    assert same_bits(then.bits, Pass(partial(function, False), inputs, None).bits)
+
+
+def test_what_has_no_recipe_on_one_branch_has_one_on_another() -> None:
+    """Although as many tensors were saved before it, and as many nodes made."""
+
+    def function(activation: Function, watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return watch(activation(x).neg()) * w
+
+    inputs = matrix(), matrix()
+    first = Pass(partial(function, lambda x: (x * 2).cumsum(0)), inputs, EVERYTHING)
+    assert first.alive == [True]
+    then = Pass(partial(function, lambda x: (x * 2) + 1), inputs, EVERYTHING, sites=first.sites)
+    assert then.alive == [False]
+
+
 def test_another_branch_is_compared_anew() -> None:
     """A place is known by the whole recipe, not by the last operation."""
 

@@ -1,0 +1,101 @@
+"""Grades: what each action costs in time when every unit takes it, against what plans are charged for it.
+
+Every unit of a workload is forced into one action at a time; a plain step and a step of each run one after the other,
+several times and in another order each time. Plans compare actions, so both figures are also shown as shares of what
+recomputing every unit costs; the measured one in processor time, which a busy machine disturbs less than the clock.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.frontier import Runner
+from bench.large import LARGE
+from bench.models import WORKLOADS, Batch, Workload
+from lightning_mimose import Mimose
+from lightning_mimose.predict.timeline import Timeline
+
+ACTIONS = ("lean", "lean+masks", "lean+attention", "lean+products", "recompute", "recompute+lean")
+
+
+class Forced(Runner):
+    """A copy of the model all of whose units take one action; where a unit has not got it, its parts do."""
+
+    def __init__(self, workload: Workload, action: str) -> None:
+        super().__init__(workload, None, None)
+        self.action = action
+        self.charged = 0.0
+        self.mimose = Mimose(self.model, budget=1.0, optimizer=self.optimizer, loss_fn=self._loss, planner=self._forced)
+
+    def _forced(self, timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        having = {option.unit for option in timeline.options if option.action == self.action}
+        outermost = {unit for unit in having if not having & set(_around(timeline, unit))}
+        charged = [o.added_seconds for o in timeline.options if o.unit in outermost and o.action == self.action]
+        self.charged = max(self.charged, sum(charged))
+        return {timeline.units[unit]: self.action for unit in outermost}
+
+
+def _around(timeline: Timeline, unit: int) -> Iterator[int]:
+    while (unit := timeline.parents[unit]) >= 0:
+        yield unit
+
+
+def rows(
+    names: Sequence[str], steps: int, *, repeats: int, actions: Sequence[str] = ACTIONS, seed: int = 11
+) -> Iterator[dict[str, Any]]:
+    """One row per workload and action."""
+    for name in names:
+        workload = LARGE.get(name) or WORKLOADS[name]
+        batches = workload.batches(steps, seed=seed, order="longest first")
+        plain = Runner(workload, None, None)
+        forced = {action: Forced(workload, action) for action in actions}
+        everyone = {"plain": plain, "control": Runner(workload, None, None), **forced}
+        for runner in everyone.values():
+            for index, batch in enumerate(batches * 3):
+                runner.step(batch, index)
+        wall, processor = _timed(everyone, batches, repeats)
+        recompute = forced["recompute"].charged if "recompute" in forced else 0.0
+        for action in ("control", *actions):
+            charged = forced[action].charged if action in forced else 0.0
+            yield {
+                "model": name,
+                "action": action,
+                "added time": round(wall[action] / wall["plain"], 4),
+                "added processor time": round(processor[action] / processor["plain"], 4),
+                "of recomputing, measured": _share(processor[action], processor.get("recompute", 0.0)),
+                "of recomputing, charged": _share(charged, recompute),
+            }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 3) if part and whole else None
+
+
+Seconds = dict[str, float]
+
+
+def _timed(everyone: dict[str, Runner], batches: Sequence[Batch], repeats: int) -> tuple[Seconds, Seconds]:
+    """Seconds of the plain step and what each of the others adds to it, summed over the batches.
+
+    Returns:
+        By the clock, and of the training thread's processor: of the two the less disturbed by what else runs.
+    """
+    order = random.Random(0)
+    total = dict.fromkeys(everyone, 0.0), dict.fromkeys(everyone, 0.0)
+    for index, batch in enumerate(batches):
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in everyone}
+        for _ in range(repeats):
+            for name, runner in order.sample(list(everyone.items()), len(everyone)):
+                runner.step(batch, index)
+                began = time.perf_counter(), time.thread_time()
+                runner.step(batch, index)
+                times[name].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+        for clock, sums in enumerate(total):
+            middle = {name: statistics.median([each[clock] for each in found]) for name, found in times.items()}
+            for name, seconds in middle.items():
+                sums[name] += seconds if name == "plain" else seconds - middle["plain"]
+    return total
