@@ -44,4 +44,5 @@ class Trials:
 
     def _untried(self) -> set[str]:
         """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
-        return self._session.untried & self._advisor.shelter.keys()
+        untried = self._session.untried
+        return untried & self._advisor.shelter.keys() if untried else set()
