@@ -284,14 +284,15 @@ class StepRecorder:
         pack_outer, unpack_outer = outer
         flops = FlopTally()
         before = self._flops_before = {call.key: 0}
-        slots: list[_Slot] = []
+        slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
             self._count_saved(tensor)
             for inner in self._stack:
                 inner.flops = flops.total - before[inner.key]
-            slots.append(_Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer)))
-            return slots[-1]
+            slot = _Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer))
+            slots.append(weakref.ref(slot))
+            return slot
 
         def unpack(slot: _Slot) -> Any:
             return unpack_outer(slot.packed)
@@ -316,8 +317,10 @@ class StepRecorder:
             call.seconds = time.perf_counter() - began
             self._replay, self._stack = None, []
             call.marks["again_out"] = self.mark(call.key, "again_out")
-            for slot in slots:
-                slot.packed = None
+            for ref in slots:
+                slot = ref()
+                if slot is not None:
+                    slot.packed = None
 
     def _run_again(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replay is not None
@@ -380,10 +383,15 @@ class _Slot:
     on every module's tensors, and then the step would hold what all recomputations saved until its end.
     """
 
-    __slots__ = ("packed",)
+    __slots__ = ("__weakref__", "packed")
 
     def __init__(self, packed: Any) -> None:
         self.packed = packed
+
+    @property
+    def handle(self) -> Any:
+        """That of a survey's stand-in, which looks for it in the graph."""
+        return getattr(self.packed, "handle", None)
 
 
 class _Held:

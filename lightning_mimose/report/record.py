@@ -143,6 +143,12 @@ class Records(Sequence[StepRecord]):
             actions=dict([self._choices[number] for number in acting]),
         )
 
+    def __eq__(self, other: object) -> bool:
+        """As a list."""
+        return list(self) == (list(other) if isinstance(other, Records) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         """As a list."""
         return repr(list(self))
