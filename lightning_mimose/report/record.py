@@ -6,6 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, overload
 
 MAX_RECORDS = 10_000
@@ -100,7 +101,7 @@ class Aggregates:
         self.sheltered += record.sheltered
         self.cache_hits += record.cache_hit
         self.retried += record.retried
-        for action, units in Counter(record.actions.values()).items():
+        for action, units in Counter(record.actions.values()).items() if record.actions else ():
             kind = _KINDS.get(action[:4])
             if kind is not None:
                 setattr(self, kind, getattr(self, kind) + units)
@@ -179,8 +180,9 @@ class History:
         acting = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
         numbers = array("H", acting).tobytes() if len(known) <= 1 << 16 else tuple(acting)
         names = tuple(record.size)
-        values = tuple([getattr(record, name) for name in _VALUES])
-        self._packed.append((values, self._names.setdefault(names, names), tuple(record.size.values()), numbers))
+        self._packed.append(
+            (_values(record), self._names.setdefault(names, names), tuple(record.size.values()), numbers)
+        )
         return record
 
     @property
@@ -190,4 +192,5 @@ class History:
 
 
 _VALUES = tuple(each.name for each in fields(StepRecord) if each.name not in ("step", "size", "actions"))
+_values = attrgetter(*_VALUES)
 _Packed = tuple[tuple[Any, ...], tuple[str, ...], tuple[int, ...], "bytes | tuple[int, ...]"]
