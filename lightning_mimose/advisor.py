@@ -47,6 +47,8 @@ UNSCALED_SHARE = 0.02
 """What of a unit may not be proportional to the batch, where the batch never varied."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
+KNOWN_PEAKS = 256
+"""Sizes between the rounded ones whose peaks are remembered."""
 STATE_VERSION = 2
 
 
@@ -331,7 +333,7 @@ class Advisor:
             prediction = self.estimator.predict(dict(size.dims))
             if prediction is None:
                 return None
-            if len(self._actual_peaks) > 4096:
+            if len(self._actual_peaks) >= KNOWN_PEAKS:
                 self._actual_peaks.clear()
             self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
         return self._actual_peaks[slot]

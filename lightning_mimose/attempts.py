@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Result = TypeVar("Result")
+
+_VERSION = attrgetter("_version")
 
 MOST_FAILURES_IN_A_ROW = 10
 """Steps in a row that may run out of memory before the budget is called unrealistic."""
@@ -183,7 +186,7 @@ class _Before:
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._copy = state.copy(learning=learning)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._versions = [(parameter, parameter._version) for parameter in parameters]
+        self._parameters, self._versions = parameters, _versions(parameters)
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Backward will add to these gradients; which it has added to is told by their versions, at no cost."""
@@ -191,7 +194,7 @@ class _Before:
 
     def lost(self) -> str:
         """Why nothing can be put back, if so: parameters are too large to be copied on every step."""
-        written = any(parameter._version != version for parameter, version in self._versions)
+        written = _versions(self._parameters) != self._versions
         return "the failed attempt had written parameters" if written else ""
 
     def learn(self) -> None:
@@ -217,6 +220,11 @@ class _Before:
             else:
                 parameter.grad = gradient
         return whole
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> int:
+    """A number that grows whenever one of them is written: versions only grow."""
+    return sum(map(_VERSION, parameters))
 
 
 @contextmanager

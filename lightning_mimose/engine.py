@@ -8,63 +8,46 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.offload import HostMemory, Offloader
-from lightning_mimose.actions.patch import is_patched, unpatch
-from lightning_mimose.actions.proof import COLLECTIVE
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advisor import Advice, Advisor, with_reserve
-from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
+from lightning_mimose.advisor import Advice, Advisor
+from lightning_mimose.agreement import Agreement
+from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
-from lightning_mimose.errors import (
-    BudgetInfeasibleError,
-    DeviceMemoryError,
-    RecomputeError,
-    UnitsError,
-    UnsupportedError,
-)
-from lightning_mimose.hints import attention_hint, update_hint
+from lightning_mimose.consensus import Consensus
+from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
+from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.link import measure_link
-from lightning_mimose.measure.observe import observe
-from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, batch_bytes, probe_optimizer
+from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
 from lightning_mimose.measure.saved import resident_tensors
-from lightning_mimose.measure.trace import StepTrace
-from lightning_mimose.plan import Plan, PlannerChoice
+from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.plan import PlannerChoice
 from lightning_mimose.predict.structure import Resident
-from lightning_mimose.refusal import device_memory_error, infeasible_error
+from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
-from lightning_mimose.sharding import gathers_inside, reshard, sharded_modules, sharing_ranks
-from lightning_mimose.sizes import BatchSize, dims_text
+from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
+from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
-from lightning_mimose.units import Unit, find_units, fingerprint, related, runs_torchscript, whole_graphs
+from lightning_mimose.trials import Trials
+from lightning_mimose.units import Unit, find_units, fingerprint
 
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
-
-SCRIPTED = "it runs TorchScript, whose first runs differ from later ones in their last bits"
-"""Why a scripted unit is left alone."""
-GATHERS = "its parts gather their parameters from other ranks"
-"""Why a unit with `fully_shard` inside it is left alone."""
-
-UNMEASURED_STEPS = 3
-"""Steps in a row that could not be measured before the user is told."""
 
 
 class Engine:
@@ -107,7 +90,6 @@ class Engine:
     ) -> None:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.on_infeasible = on_infeasible
         ranks = sharing_ranks(model)
         self._sharded = sharded_modules(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
@@ -134,21 +116,17 @@ class Engine:
             self.host = HostMemory(self._host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
-        self._patched: tuple[Unit, ...] = ()
-        self._caches = CacheSwitch()
-        self._cap = ReservedCap(self.device, budget_bytes)
-        self._update_cost = OptimizerCost(0, 0)
-        self._costs: list[tuple[Optimizer, OptimizerCost]] = []
-        self._entries: dict[int, int] = {}
+        self.agreement = Agreement(ranks) if len(ranks) > 1 else None
+        self._refuser = Refuser(self.advisor, on_infeasible)
+        cap = ReservedCap(self.device, budget_bytes)
+        self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
+        self._consensus = Consensus(self.advisor, self._refuser, self.session, self._attachment)
+        self._update = UpdateReserve(self.ledger)
+        self._trials = Trials(self.advisor, self.session)
+        self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._step: Step | None = None
         self._trained: tuple[bool, ...] | None = None
         self._planned = 0
-        self._left_out: set[str] = set()
-        self._told: set[str] = set()
-        self._warned = self._unreached = self._told_retained = False
-        self._verified = 0
-        self._unmeasured = 0
-        self.agreement = Agreement(ranks) if len(ranks) > 1 else None
 
     @property
     def budget_bytes(self) -> int:
@@ -174,74 +152,13 @@ class Engine:
         Raises:
             UnitsError: Every unit is checkpointed already.
         """
-        if any(is_patched(unit.module) for unit in self.units):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} is planned by another Mimose or MimoseCallback already. Close that one "
-                "first (mimose.close(), or let trainer.fit end)."
-            )
-        own = checkpointed_layers(self.model)
-        left_out = {unit.name for unit in self.units if any(related(unit.name, layer) for layer in own if layer)}
-        usable = [unit for unit in self.units if unit.name not in left_out]
-        if not usable:
-            raise UnitsError(
-                f"All {len(self.units)} units of {type(self.model).__name__} are checkpointed by Hugging Face's own "
-                f"switch. {checkpointing_way_out(self.model)} to let the budget decide."
-            )
-        if left_out:
-            warnings.warn(
-                f"Hugging Face gradient checkpointing is switched on in {len(own)} modules ({own[-1]!r}, ...): they "
-                "recompute on every batch, whether it fits or not, and are left alone. "
-                f"{checkpointing_way_out(self.model)} to let the budget decide.",
-                stacklevel=3,
-            )
-        for name, blocks in whole_graphs(self.model, usable).items():
-            warnings.warn(
-                f"{name!r} is one torch.compile graph of {len(blocks)} blocks ({blocks[0]!r}, ...): plans are made "
-                "outside compiled code, so it can only be recomputed as a whole, which lowers no peak. Compile each "
-                "block instead (block.compile()), or use torch._functorch.config.activation_memory_budget.",
-                stacklevel=3,
-            )
-        self._caches.off(self.model)
-        self._cap.apply()
-        self._patched = tuple(usable)
-        for unit in usable:
-            patch_unit(unit, self.session)
-        self._left_out = left_out
-        self.session.parts = {
-            unit.name: [part.name for part in self.units if part.parent == index and part.name not in left_out]
-            for index, unit in enumerate(self.units)
-        }
-        # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
-        synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
-        scripted = [unit.name for unit in usable if runs_torchscript(unit.module)]
-        known = dict.fromkeys(synced, COLLECTIVE) | dict.fromkeys(scripted, SCRIPTED)
-        known |= {unit.name: GATHERS for unit in usable if gathers_inside(unit.module)}
-        self.refuse(known | self.advisor.refused)
-        self._take_refusals()
-
-    def _take_refusals(self) -> None:
-        """Let plans and shelter do without the units that turned out not to be repeatable."""
-        self.advisor.refused = dict(self.session.refused)
-        self.advisor.leave_out(self._left_out | self.session.refused.keys())
-        cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
-        self.advisor.shelter = self.session.standing(cut)
-        by_reason: dict[str, list[str]] = {}
-        for unit in [name for name in self.session.refused if name not in self._told]:
-            self._told.add(unit)
-            by_reason.setdefault(self.session.refused[unit], []).append(unit)
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self.advisor.announce(f"mimose: never recomputed: {', '.join(names[:3])}{more} ({reason})")
+        self._attachment.attach()
 
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
         with ExitStack() as last:  # each of these runs, whatever another one raises
             last.callback(self.advisor.planner.scheduler.close)
-            last.callback(self._cap.restore)
-            last.callback(self._caches.restore)
-            for unit in self._patched:
-                last.callback(unpatch, unit.module)
-            self._patched = ()
+            last.callback(self._attachment.detach)
             self.abort_step()
             if self.agreement is not None:
                 last.callback(self.agreement.close)
@@ -252,27 +169,15 @@ class Engine:
         Raises:
             BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
         """
-        self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
-        self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
-        self.ledger.watch(optimizers, sum(cost.growing_bytes for _, cost in self._costs))
-        self._update_cost = OptimizerCost(
-            sum(cost.state_bytes for _, cost in self._costs),
-            max((cost.transient_bytes for _, cost in self._costs), default=0),
+        self._update.watch(optimizers)
+        lasting, cost = self.ledger.lasting_bytes(), self._update.cost
+        parts = (
+            f"parameters, buffers and state {format_bytes(lasting)}, gradients "
+            f"{format_bytes(self.ledger.gradient_capacity_bytes)}, state still to come "
+            f"{format_bytes(cost.state_bytes)}, temporaries {format_bytes(cost.transient_bytes)}"
         )
-        lasting = self.ledger.lasting_bytes()
-        least = self._update_bytes(lasting)
-        error = None
-        if least > self.budget_bytes and self.on_infeasible == "raise":
-            error = infeasible_error(
-                self.budget_bytes,
-                lasting + self.ledger.gradient_bytes,
-                least,
-                f"the optimizer's update alone needs {format_bytes(least)} (parameters, buffers and state "
-                f"{format_bytes(lasting)}, gradients {format_bytes(self.ledger.gradient_capacity_bytes)}, state still "
-                f"to come {format_bytes(self._update_cost.state_bytes)}, temporaries "
-                f"{format_bytes(self._update_cost.transient_bytes)}), before any activation",
-            )
-        self._refuse_together(error)
+        least = self._update.peak_bytes(lasting)
+        self._refuse_together(self._refuser.update(lasting, self.ledger.gradient_bytes, least, parts))
 
     def _refuse_together(self, error: BudgetInfeasibleError | None) -> None:
         """Raise an error, on all ranks of a sharded model if one of them has one."""
@@ -280,13 +185,6 @@ class Engine:
             self.agreement.refuse_together(error)
         elif error is not None:
             raise error
-
-    def _update_bytes(self, lasting_bytes: int) -> int:
-        # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
-        pending = sum(
-            cost.state_bytes for optimizer, cost in self._costs if len(optimizer.state) == self._entries[id(optimizer)]
-        )
-        return lasting_bytes + self.ledger.gradient_capacity_bytes + pending + self._update_cost.transient_bytes
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -322,17 +220,17 @@ class Engine:
         self._trained = self.ledger.trained
         data = batch_bytes(batch)
         lasting = self.ledger.lasting_bytes() + data
-        resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
-        self._limit_menu()
+        resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        self._trials.limit_menu()
         advice, error = self.advisor.advise(size, resident, data), None
         if advice.infeasible:
             try:
-                self._infeasible_by_prediction(size, resident)
+                self._refuser.by_prediction(size, resident)
             except BudgetInfeasibleError as found:
                 error = found
         actions = None
         if self.agreement is not None:
-            advice, actions = self._agree(self.agreement, size, resident, advice, error)
+            advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)
         elif error is not None:
             raise error
         if advice.plan is None:
@@ -346,57 +244,6 @@ class Engine:
         self._step.unfilled_bytes = self.ledger.unfilled_bytes()
         self._arm(self._step)
 
-    def _agree(
-        self,
-        agreement: Agreement,
-        size: BatchSize,
-        resident: Resident,
-        advice: Advice,
-        error: BudgetInfeasibleError | None,
-    ) -> tuple[Advice, Mapping[str, str] | None]:
-        """Come to one plan with the other ranks, see `agreement`; returns what it is here, and what all ranks do."""
-        sheltered = Advice(None, None, False)
-        own = None if advice.plan is None else advice.plan.choices
-        words: list[Word] = agreement.tell(Word(dict(self.session.refused), own, Refusal.of(error)))
-        agreement.raise_first([word.refusal for word in words], error)
-        known = {unit: reason for word in words for unit, reason in word.refused.items()}
-        if any(word.refused.keys() != known.keys() for word in words):
-            self.refuse(known)
-            self._take_refusals()
-            return sheltered, None
-        plans = [word.choices for word in words if word.choices is not None]
-        if len(plans) < len(words) or advice.plan is None:
-            return sheltered, None
-        if len(set(plans)) == 1:
-            return advice, None
-        judged = self.advisor.judge(size, resident)
-
-        def judge(choices: Choices) -> Judgement | None:
-            found = judged(choices)
-            # This rank's own is what it would do alone, whatever it leaves free.
-            return replace(found, fits=True) if found is not None and choices == own else found
-
-        def within(choices: Choices) -> Judgement | None:
-            found = judged(choices)
-            return None if found is None else replace(found, fits=found.peak_bytes <= self.budget_bytes)
-
-        chosen = agreement.choose(plans, judge)
-        if chosen is None:
-            least = self.advisor.most_saving(size, resident).plan
-            last = (None if least is None else least.choices, self.advisor.may_shelter(size, resident))
-            told: list[tuple[Choices | None, bool]] = agreement.tell(last)
-            plans += [choices for choices, _ in told if choices is not None]
-            chosen = agreement.choose(plans, within)
-            if chosen is None and all(sheltered_fits for _, sheltered_fits in told):
-                return sheltered, None
-        found = judged(chosen) if chosen is not None else None
-        if chosen is None or found is None:
-            needed = min((each.peak_bytes for choices in plans if (each := judged(choices)) is not None), default=0)
-            self._infeasible(size, resident, needed, with_reserve(needed), "under a plan that all ranks share")
-            return sheltered, None
-        plan = Plan(found.choices, advice.plan.units, found.peak_bytes, found.added_seconds)
-        return Advice(plan, found.peak_bytes, advice.cache_hit), dict(chosen)
-
     def _arm(self, step: Step) -> None:
         if step.sheltered or self._measures_planned_step(step):
             step.gradients = GradientLedger(
@@ -404,25 +251,7 @@ class Engine:
             )
             step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
         self.session.arm(step.actions, None)
-        session, waiting = self.session, self._untried()
-        session.tries, session.split_tries = set(), set()
-        if step.retried or step.advice.cache_hit:
-            return  # a plan that is known had its room looked at when it was made
-        if waiting:
-            session.tries = waiting & self.advisor.room_to_try(step.size, step.resident, step.advice)
-            session.armed = session.armed or bool(session.tries)
-        if session.unsplit:
-            room = self.advisor.room_to_try(step.size, step.resident, step.advice, split=True)
-            session.split_tries = session.unsplit & self.advisor.shelter.keys() & room
-
-    def _limit_menu(self) -> None:
-        """Plan no action that a unit was not tried with."""
-        self.advisor.indivisible = self.session.indivisible
-        self.advisor.limit(self._untried(), self.session.divisible)
-
-    def _untried(self) -> set[str]:
-        """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
-        return self.session.untried & self.advisor.shelter.keys()
+        self._trials.arm(step)
 
     def begin_forward(self) -> None:
         """The forward is about to run; a meter starts here, if this step has one.
@@ -443,7 +272,7 @@ class Engine:
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
             return False
-        return self._planned % MEASURE_EVERY == 0 or self._verified < VERIFIED_STEPS
+        return self._planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins.
@@ -493,7 +322,7 @@ class Engine:
         if step is None:
             return None
         if step.updating:
-            self._finish_update(step)
+            self._lessons.of_update(step)
         else:
             self._finish_together(step)
         actions = dict(self.session.actions)
@@ -532,10 +361,9 @@ class Engine:
         step.recorder = step.gradients = None
         self.session.disarm()
         self._step = None
-        if len(self.session.refused) != len(self._told):
-            self._take_refusals()
-        self.session.tries, self.session.split_tries = set(), set()
-        self._limit_menu()
+        if self._attachment.has_news:
+            self._attachment.take_refusals()
+        self._trials.disarm()
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.different = dict(self.session.different)
@@ -545,108 +373,11 @@ class Engine:
         """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
         error = None
         try:
-            self._finish_measuring(step)
+            self._lessons.of_backward(step)
         except BudgetInfeasibleError as found:
             error = found
         if step.sheltered:
             self._refuse_together(error)
-
-    def _finish_measuring(self, step: Step) -> None:
-        """Stop the meter after backward, learn, and see whether the promise was kept."""
-        if step.recorder is None or step.gradients is None or not step.measuring:
-            return
-        step.recorder.mark("step", "end")
-        trace, step.recorder = step.recorder.stop(), None
-        self.session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
-        step.gradients.close()
-        if not trace.marks:
-            self._unmeasured += 1
-            if self._unmeasured == UNMEASURED_STEPS:
-                warnings.warn(
-                    f"{UNMEASURED_STEPS} steps in a row could not be measured: their backward runs in another thread, "
-                    "or a profiler starts inside them. Until some can be, every step recomputes all it may. Run "
-                    "backward in the thread of the forward, or start the profiler before the step.",
-                    stacklevel=4,
-                )
-            return
-        self._unmeasured = 0
-        peak = self._take_peak(step, trace)
-        if not step.sheltered:
-            plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
-            exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
-            if plan is not None and predicted is not None and exact and not self.session.compared:
-                # The prediction covers the whole step, of which the update is still to come.
-                whole = max(peak, step.resident.update_bytes)
-                self.advisor.verify(step.size, step.resident, plan, predicted, whole)
-                self._verified += 1
-            if predicted is not None and predicted <= self.budget_bytes < peak and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"A batch of {self.advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
-                    f"budget of {format_bytes(self.budget_bytes)}, under a plan predicted to stay inside it. The next "
-                    "batches are planned with what was missing kept free.",
-                    stacklevel=4,
-                )
-            return
-        if trace.retained:
-            if not self._told_retained:
-                self._told_retained = True
-                warnings.warn(
-                    "A step ran backward twice over one graph (retain_graph or create_graph): what is kept lives until "
-                    "the last pass, which no prediction describes, so such steps recompute as much as they can.",
-                    stacklevel=4,
-                )
-        elif step.retried:
-            pass  # a retry is recorded for its peak, not to learn from
-        elif any("backward" in call.marks for call in trace.calls):
-            kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
-            observation = observe(trace, step.batch_bytes, kept, GRADES)
-            self.advisor.learn(step.size, observation)
-            self._hint("attention", attention_hint(self.model, observation.structure, observation.values))
-        elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
-            self._unreached = True
-            warnings.warn(
-                f"No unit of {type(self.model).__name__} was called in a step, so nothing can be recomputed. If the "
-                "step runs inside torch.compile, compile each block instead (block.compile()); if it does not call "
-                "the modules themselves, name those that it calls by units=.",
-                stacklevel=4,
-            )
-        if peak > self.budget_bytes:
-            self._infeasible(step.size, step.resident, peak, with_reserve(peak), "with every unit recomputed")
-
-    def _hint(self, about: str, text: str | None) -> None:
-        self.advisor.hints.pop(about, None)
-        if text is not None:
-            self.advisor.hints[about] = text
-
-    def _finish_update(self, step: Step) -> None:
-        if step.recorder is None or not step.measuring:
-            return
-        state_before = step.resident.lasting_bytes - step.batch_bytes
-        seen = step.recorder.sees_old_frees or not step.evaluated_again
-        trace, step.recorder = step.recorder.stop(), None
-        if not seen:
-            step.measured_peak_bytes = None  # much of the memory that such an update frees is older than the step
-            return
-        before_update = step.measured_peak_bytes or 0
-        self._take_peak(step, trace)
-        if (step.measured_peak_bytes or 0) > before_update > 0:
-            transient = self._update_cost.transient_bytes
-            optimizers = [optimizer for optimizer, _ in self._costs]
-            self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
-        if self.ledger.lasting_bytes() == state_before and not step.evaluated_again:
-            # The update as it really is replaces what was measured on small copies.
-            transient = max((interval.peak_bytes for interval in trace.intervals), default=0)
-            self._update_cost = OptimizerCost(self._update_cost.state_bytes, transient)
-
-    def _take_peak(self, step: Step, trace: StepTrace) -> int:
-        peak = step.resident.lasting_bytes + trace.peak_bytes
-        reached = max(peak, step.resident.lasting_bytes + trace.aside_peak_bytes)
-        step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
-        if trace.reserved_peak_bytes is not None:
-            step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
-            self.advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)
-        return peak
 
     # --- running a step again ---------------------------------------------------------------------------------
 
@@ -699,7 +430,7 @@ class Engine:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder, step.gradients, step.measuring, step.in_backward, step.retried = None, None, False, False, True
-        self._take_refusals()
+        self._attachment.take_refusals()
         if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
             self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
@@ -719,23 +450,3 @@ class Engine:
         resident = step.resident.total_bytes if step is not None else self.ledger.lasting_bytes()
         holds = self.advisor.holds(step.size, step.resident, self.session.actions) if step is not None else None
         return device_memory_error(self.budget_bytes, self.memory.description, resident, holds, error, hint)
-
-    # --- refusing ---------------------------------------------------------------------------------------------
-
-    def _infeasible_by_prediction(self, size: BatchSize, resident: Resident) -> None:
-        timeline, _ = self.advisor.timeline(dict(size.dims))
-        plan, sure = self.advisor.least(timeline), self.advisor.sure_bytes(timeline)
-        where = timeline.peak_position(dict(plan))
-        least = min(sure, plan.predicted_peak_bytes)
-        self._infeasible(size, resident, least, sure, f"under the most saving plan (at: {where})")
-
-    def _infeasible(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
-        what = f"a batch of {self.advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
-        if self.on_infeasible == "raise":
-            # A loop that goes on after the error must be refused again, not find the plan.
-            self.advisor.planner.forget()
-            raise infeasible_error(self.budget_bytes, resident.total_bytes, sure, what)
-        warnings.warn(
-            f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",
-            stacklevel=4,
-        )

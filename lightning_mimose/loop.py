@@ -14,7 +14,7 @@ from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
 from lightning_mimose.plan import Plan, PlannerChoice
-from lightning_mimose.report.record import History, StepRecord
+from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
 
 
@@ -99,9 +99,9 @@ class Mimose:
         return self._advisor.budget_bytes
 
     @property
-    def records(self) -> list[StepRecord]:
+    def records(self) -> Records:
         """One record per step, the newest 10,000."""
-        return list(self._history.records)
+        return self._history.records
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one step: forward, zero the gradients, backward, update.

@@ -2,9 +2,79 @@
 
 from __future__ import annotations
 
-from lightning_mimose.advisor import Holds
+import warnings
+from typing import Literal
+
+from lightning_mimose.advisor import Advisor, Holds
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.sizes import BatchSize
+
+
+class Refuser:
+    """Says that the budget cannot be kept, as an error or a warning.
+
+    Args:
+        advisor: What is known.
+        on_infeasible: Which of the two.
+    """
+
+    def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"]) -> None:
+        self._advisor = advisor
+        self._raises = on_infeasible == "raise"
+
+    def update(
+        self, lasting_bytes: int, gradient_bytes: int, least_bytes: int, parts: str
+    ) -> BudgetInfeasibleError | None:
+        """See whether the optimizers' updates alone fit.
+
+        Args:
+            lasting_bytes: Parameters, buffers and state.
+            gradient_bytes: Gradients that are there.
+            least_bytes: What an update reaches.
+            parts: What that consists of.
+
+        Returns:
+            What to raise if they do not.
+        """
+        budget = self._advisor.budget_bytes
+        if least_bytes <= budget or not self._raises:
+            return None
+        why = f"the optimizer's update alone needs {format_bytes(least_bytes)} ({parts}), before any activation"
+        return infeasible_error(budget, lasting_bytes + gradient_bytes, least_bytes, why)
+
+    def by_prediction(self, size: BatchSize, resident: Resident) -> None:
+        """Refuse a batch whose most saving plan is predicted to exceed the budget."""
+        advisor = self._advisor
+        timeline, _ = advisor.timeline(dict(size.dims))
+        plan, sure = advisor.least(timeline), advisor.sure_bytes(timeline)
+        where = timeline.peak_position(dict(plan))
+        least = min(sure, plan.predicted_peak_bytes)
+        self.refuse(size, resident, least, sure, f"under the most saving plan (at: {where})")
+
+    def refuse(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
+        """Refuse a batch.
+
+        Args:
+            size: Its size.
+            resident: What is resident.
+            needed: Bytes that it needs.
+            sure: The least budget that is sure to do.
+            how: Under what it needs them.
+
+        Raises:
+            BudgetInfeasibleError: Unless only a warning was asked for.
+        """
+        budget = self._advisor.budget_bytes
+        what = f"a batch of {self._advisor.tracker.named(size)} needs {format_bytes(needed)} {how}"
+        if self._raises:
+            # A loop that goes on after the error must be refused again, not find the plan.
+            self._advisor.planner.forget()
+            raise infeasible_error(budget, resident.total_bytes, sure, what)
+        warnings.warn(
+            f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan.", stacklevel=4
+        )
 
 
 def infeasible_error(budget_bytes: int, resident_bytes: int, smallest: int, why: str) -> BudgetInfeasibleError:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench import added
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.loop import Mimose
@@ -59,6 +60,7 @@ def interleaved(first: Callable[[], Any], second: Callable[[], Any], repeats: in
 
 def rows() -> Iterator[dict[str, Any]]:
     """One row per bar."""
+    yield from added.rows()
     yield from _planning()
     yield from _fitting()
     yield _sheltered()

@@ -9,8 +9,8 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class RegionObserver(Protocol):
         """Shown what a run in backward returned."""
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
 
 
@@ -80,7 +82,9 @@ def recompute(
     Returns:
         What the forward returned.
     """
-    leaves, spec = tree_flatten((args, kwargs))
+    # Nothing but tensors, as is usual, needs no taking apart.
+    plain = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+    leaves, spec = (list(args), None) if plain else tree_flatten((args, kwargs))
     # The first run gets the caller's own containers, which it may fill (a list of auxiliary losses); a recomputation
     # gets copies of what they held then.
     first: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
@@ -97,18 +101,19 @@ def recompute(
         if first:
             inner_args, inner_kwargs = first.pop()
             copies = state.before_forward()
-            with observer.forward_run() if observer else nullcontext():
+            with observer.forward_run() if observer else _NOTHING:
                 out = original(*inner_args, **inner_kwargs)
             before = state.after_forward(copies)
             return out
         filled = list(leaves)
         for i, tensor in zip(where, given, strict=True):
             filled[i] = tensor
-        inner_args, inner_kwargs = tree_unflatten(filled, spec)
+        inner_args, inner_kwargs = (tuple(filled), {}) if spec is None else tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
-        watched = observer.recompute_run() if observer else nullcontext()
-        with state.restored(before), running_again(), _stopped_in_torchscript() if early else nullcontext(), watched:
+        watched = observer.recompute_run() if observer else _NOTHING
+        kept = state.restored(before) if before else _NOTHING
+        with kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out)
@@ -121,15 +126,16 @@ def recompute(
         return checkpoint(region, *tensors, use_reentrant=False)
 
 
-@contextmanager
-def _stopped_in_torchscript() -> Iterator[None]:
-    """Let a recomputation be stopped early inside a function or module that `torch.jit.script` made.
+class _StoppedInTorchScript:
+    """Lets a recomputation be stopped early inside a function or module that `torch.jit.script` made.
 
     The exception that stops it cannot pass through TorchScript's interpreter, which raises another in its place. If
     it was anything else that went wrong, tensors are missing afterwards, and the checkpoint says so.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if "failed in the TorchScript interpreter" not in str(error):
-            raise
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Whether it was that other exception."""
+        return isinstance(error, RuntimeError) and "failed in the TorchScript interpreter" in str(error)

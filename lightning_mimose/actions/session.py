@@ -190,7 +190,8 @@ class _Calls:
         if action == OFFLOAD and self._session.offloader is not None:
             return self._offloaded(self._session.offloader, args, kwargs)
         if action in REPEATING:
-            leaves = tree_leaves((args, kwargs))
+            plain = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+            leaves = list(args) if plain else tree_leaves((args, kwargs))
             if self._can_be_repeated(leaves, args, kwargs):
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)

@@ -284,12 +284,18 @@ class StepRecorder:
         pack_outer, unpack_outer = outer
         flops = FlopTally()
         before = self._flops_before = {call.key: 0}
+        slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
             self._count_saved(tensor)
             for inner in self._stack:
                 inner.flops = flops.total - before[inner.key]
-            return pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer)
+            slot = _Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer))
+            slots.append(weakref.ref(slot))
+            return slot
+
+        def unpack(slot: _Slot) -> Any:
+            return unpack_outer(slot.packed)
 
         inside = [c for c in self._calls if c is not call and c.within(call)]
         self._replay, self._stack = iter(inside), [call]
@@ -301,7 +307,7 @@ class StepRecorder:
         try:
             with (
                 survey.recompute_run() if survey is not None else nullcontext(),
-                saved_tensors_hooks(pack, unpack_outer),
+                saved_tensors_hooks(pack, unpack),
                 flops if self._count_flops else nullcontext(),
             ):
                 yield
@@ -311,6 +317,10 @@ class StepRecorder:
             call.seconds = time.perf_counter() - began
             self._replay, self._stack = None, []
             call.marks["again_out"] = self.mark(call.key, "again_out")
+            for ref in slots:
+                slot = ref()
+                if slot is not None:
+                    slot.packed = None
 
     def _run_again(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replay is not None
@@ -364,6 +374,24 @@ class StepRecorder:
             self._next_id += 1
             number = self._ids[storage] = self._next_id
         return int(number)
+
+
+class _Slot:
+    """What the graph of a recomputation holds in place of a saved tensor, until the recomputation is over.
+
+    That graph has no backward of its own and goes at once, unless somebody keeps it: `FlopCounterMode` does, by hooks
+    on every module's tensors, and then the step would hold what all recomputations saved until its end.
+    """
+
+    __slots__ = ("__weakref__", "packed")
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+    @property
+    def handle(self) -> Any:
+        """That of a survey's stand-in, which looks for it in the graph."""
+        return getattr(self.packed, "handle", None)
 
 
 class _Held:

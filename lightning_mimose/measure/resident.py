@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.sharding import held_bytes, local
+
+_REQUIRES_GRAD, _GRAD = attrgetter("requires_grad"), attrgetter("grad")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -66,6 +70,11 @@ def batch_bytes(batch: Any) -> int:
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
     """Every tensor in a batch of any structure."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    values = batch.values() if type(batch) is dict else batch
+    if isinstance(batch, (dict, list, tuple)) and all(isinstance(value, torch.Tensor) for value in values):
+        return list(values)  # what almost every batch is, on every step
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
@@ -173,6 +182,7 @@ class ResidentLedger:
         parameters = {id(p): p for p in self._model.parameters()}.values()
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
         self._parameters = [(p, held_bytes(p)) for p in parameters]
+        self._tensors, self._sizes = [p for p, _ in self._parameters], [size for _, size in self._parameters]
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
@@ -188,11 +198,12 @@ class ResidentLedger:
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
-        trained = tuple([parameter.requires_grad for parameter, _ in self._parameters])
+        trained = tuple(map(_REQUIRES_GRAD, self._tensors))
         if trained != self.trained:
             self.trained = trained
             self.gradient_capacity_bytes = sum(size for parameter, size in self._parameters if parameter.requires_grad)
-        self.gradient_bytes = sum([size for parameter, size in self._parameters if parameter.grad is not None])
+        there = map(is_not, map(_GRAD, self._tensors), repeat(None))
+        self.gradient_bytes = sum(compress(self._sizes, there))
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""

@@ -30,7 +30,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
         return 0
     key = (func, tuple(_describe(leaf) for leaf in leaves), torch.get_num_threads())
     if key not in _known:
-        if len(_known) > 20_000:
+        if len(_known) > 4096:
             _known.clear()
         _known[key] = _measure(func, args, kwargs)
         if _known[key]:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from lightning_mimose.predict.timeline import KEEP
+
+
+@lru_cache(maxsize=4096)
+def _pair(unit: str, action: str) -> tuple[str, str]:
+    """One object for equal pairs: a thousand plans of one model are made of the same few."""
+    return unit, action
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Plan:
     @classmethod
     def of(cls, actions: Mapping[str, str], *, predicted_peak_bytes: int, added_seconds: float) -> Plan:
         """Build a plan from a mapping of unit name to action that names every unit, in forward order."""
-        choices = tuple(sorted((unit, action) for unit, action in actions.items() if action != KEEP))
+        choices = tuple(sorted(_pair(unit, action) for unit, action in actions.items() if action != KEEP))
         return cls(choices, tuple(actions), int(predicted_peak_bytes), float(added_seconds))
 
     @property

@@ -32,7 +32,7 @@ from lightning_mimose.plugin.support import (
     warn,
 )
 from lightning_mimose.report.metrics import StepMetrics
-from lightning_mimose.report.record import History, StepRecord
+from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ class MimoseCallback(Callback):
         return self._generate_state_key(environment=True) if self._from_environment else super().state_key
 
     @property
-    def records(self) -> list[StepRecord]:
+    def records(self) -> Records:
         """One record per training batch of all fits, the newest 10,000."""
-        return list(self._history.records)
+        return self._history.records
 
     @property
     def budget_bytes(self) -> int | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, overload
 
 MAX_RECORDS = 10_000
 
@@ -70,6 +73,10 @@ class StepRecord:
         return asdict(self)
 
 
+_KINDS = {"reco": "recomputed_units", "lean": "lean_units", "spli": "split_units", "offl": "offloaded_units"}
+"""How an action's name begins -> what counts it."""
+
+
 @dataclass
 class Aggregates:
     """Sums and extremes over every record ever made, however many were kept."""
@@ -94,10 +101,10 @@ class Aggregates:
         self.sheltered += record.sheltered
         self.cache_hits += record.cache_hit
         self.retried += record.retried
-        self.recomputed_units += record.recomputed_units
-        self.lean_units += record.lean_units
-        self.split_units += record.split_units
-        self.offloaded_units += record.offloaded_units
+        for action, units in Counter(record.actions.values()).items() if record.actions else ():
+            kind = _KINDS.get(action[:4])
+            if kind is not None:
+                setattr(self, kind, getattr(self, kind) + units)
         self.planning_seconds += record.planning_seconds
         self.largest_predicted_bytes = max(self.largest_predicted_bytes, record.predicted_peak_bytes or 0)
         if record.measured_peak_bytes is not None:
@@ -107,16 +114,83 @@ class Aggregates:
             self.over_budget += bound > record.budget_bytes
 
 
-@dataclass
-class History:
-    """The newest records and the aggregates of all."""
+class Records(Sequence[StepRecord]):
+    """Records as they were when they were asked for; each is made when it is looked at."""
 
-    records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
-    aggregates: Aggregates = field(default_factory=Aggregates)
+    def __init__(self, packed: Sequence[_Packed], choices: Sequence[tuple[str, str]], first: int) -> None:
+        self._packed, self._choices, self._first = packed, choices, first
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        """One of them, or a list of some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        place = range(len(self))[index]
+        values, names, sizes, numbers = self._packed[place]
+        acting = array("H", numbers) if isinstance(numbers, bytes) else numbers
+        return StepRecord(
+            step=self._first + place,
+            **dict(zip(_VALUES, values, strict=True)),
+            size=dict(zip(names, sizes, strict=True)),
+            actions=dict([self._choices[number] for number in acting]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """As a list."""
+        return list(self) == (list(other) if isinstance(other, Records) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """As a list."""
+        return repr(list(self))
+
+
+class History:
+    """The newest records and the aggregates of all.
+
+    Records are kept as the numbers in which they differ, half a kilobyte each: with ten thousand sizes hardly two plans
+    are the same.
+
+    Attributes:
+        aggregates: Of every record ever added.
+    """
+
+    def __init__(self) -> None:
+        self.aggregates = Aggregates()
+        self._packed: deque[_Packed] = deque(maxlen=MAX_RECORDS)
+        self._choices: dict[tuple[str, str], int] = {}
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def add(self, record: StepRecord) -> StepRecord:
         """Take one record in; returns it with its number."""
         record = replace(record, step=self.aggregates.steps)
-        self.records.append(record)
         self.aggregates.add(record)
+        # A number for every (unit, action), of which a model has few.
+        known = self._choices
+        acting = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
+        numbers = array("H", acting).tobytes() if len(known) <= 1 << 16 else tuple(acting)
+        names = tuple(record.size)
+        self._packed.append(
+            (_values(record), self._names.setdefault(names, names), tuple(record.size.values()), numbers)
+        )
         return record
+
+    @property
+    def records(self) -> Records:
+        """The newest records."""
+        return Records(tuple(self._packed), tuple(self._choices), self.aggregates.steps - len(self._packed))
+
+
+_VALUES = tuple(each.name for each in fields(StepRecord) if each.name not in ("step", "size", "actions"))
+_values = attrgetter(*_VALUES)
+_Packed = tuple[tuple[Any, ...], tuple[str, ...], tuple[int, ...], "bytes | tuple[int, ...]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_mimose import Mimose
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
@@ -321,3 +324,16 @@ def test_the_recorder_lets_go_of_everything() -> None:
     gc.collect()
     assert gone() is None
     assert trace.calls
+
+
+def test_somebody_elses_mode_holds_no_recomputation() -> None:
+    """`FlopCounterMode` hooks every module's tensors, and so keeps the graph of every recomputation until it ends."""
+    peaks = []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)))
+        with Mimose(model, budget="1GB", loss_fn=lambda module, x: module(x).pow(2).mean()) as mimose, mode:
+            mimose.step(torch.randn(128, 32))
+            assert mimose.records[0].sheltered
+            peaks.append(mimose.records[0].measured_peak_bytes)
+    assert peaks[0] == peaks[1]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Estimator, Prediction, _best_fit, _solve
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -302,3 +304,28 @@ def test_the_rate_of_recomputation_is_the_measured_one() -> None:
         values[call.seconds], values[call.flops] = (2.0, 1e9) if call.region else (100.0, 1.0)
     estimator.add(text(8)[0], structure(), values)
     assert estimator.seconds_per_flop() == pytest.approx(2e-9)
+
+
+def test_bounded_coefficients_are_those_of_scikit_learn() -> None:
+    """Where a free fit would take from larger sizes; columns that are equal are solved once."""
+    random = np.random.default_rng(0)
+    design = random.random((8, 3))
+    values = design @ np.array([[3.0, 2.0], [1e-7, 4.0], [-1e-6, 1.0]]) * 1e6
+    values = np.concatenate([values, values, values[:, :1]], axis=1)
+    expected = LinearRegression(fit_intercept=False, positive=True).fit(design, values).coef_.T
+    assert np.array_equal(_solve(design, values)[:, [0, 2, 4]], expected[:, [0, 2, 4]])
+
+
+def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit of all sizes is then that of the batch size too."""
+    fits: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        fits.append(len(given[0]))
+        return _best_fit(*given)
+
+    monkeypatch.setattr("lightning_mimose.predict.estimator._best_fit", counted)
+    estimator = learnt(text(16, 24, 40), law())
+    for size in text(20, 30, 4000):  # the last is trusted by no fit, so all are asked
+        predicted(estimator, size)
+    assert fits == [3]

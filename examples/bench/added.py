@@ -1,0 +1,336 @@
+"""What the plugin itself takes: host time of a planned step, the longest wait for a plan, and memory of its own.
+
+Two whole steps differ by more than what is looked for, even two without a budget. So a clock runs while the plugin's
+own code does, and stops while it has called the loss, the backward or the loop; the median of many steps counts. To
+that comes what patching adds to a unit's call: that of one that does nothing, less what it takes by itself, or with a
+`torch.utils.checkpoint` written by hand if it is recomputed.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import timeit
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+
+from lightning_mimose import Mimose, MimoseCallback, StepRecord
+from lightning_mimose.actions.patch import unpatch
+from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.attempts import Attempts
+from lightning_mimose.engine import Engine
+from lightning_mimose.report.record import History
+from lightning_mimose.units import Unit
+
+UNITS, WIDTH, ROWS = 48, 16, 64
+STEPS = 250
+NEW_SIZES = 150
+DISTINCT_SIZES = 10_000
+
+
+class Block(nn.Module):
+    """A residual MLP of six parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """48 blocks with 288 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(UNITS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square."""
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+HALF = tuple(range(0, UNITS, 2))
+
+
+def half(timeline: Any, budget_bytes: int) -> Mapping[str, str]:
+    """A planner that recomputes every other unit."""
+    return dict.fromkeys((unit for unit in timeline.units if int(unit.split(".")[-1]) in HALF), "recompute")
+
+
+class Training(pl.LightningModule):
+    """The stack in Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """The loss."""
+        loss: torch.Tensor = self.stack(batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row per figure."""
+    kept, recomputed = _call_seconds(None), _call_seconds("recompute")
+    for name, planner, acting in (("that fits", "auto", 0), ("half recomputed", half, len(HALF))):
+        calls = (UNITS - acting) * kept
+        what = f"a step {name}, {UNITS} units, known size: added on the host"
+        yield _row(f"{what}, plain loop", 1e6 * (plain_loop(planner) + calls), "us", "<= 150 us")
+        yield _row(f"{what}, Lightning", 1e6 * (lightning(planner) + calls), "us", "<= 150 us")
+    yield _row("a recomputed call, beyond a checkpoint by hand", 1e6 * recomputed, "us", "(per unit)")
+    yield from _new_sizes()
+    yield _row(f"own memory after {DISTINCT_SIZES:,} sizes", own_bytes() / 1e6, "MB", "< 10 MB")
+
+
+def _row(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
+    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}
+
+
+class Clock:
+    """Runs while the plugin's own code does."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def mine(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the plugin's."""
+
+        def run(*given: Any, **named: Any) -> Any:
+            if self._since is not None:
+                return call(*given, **named)
+            self._since = time.perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                self.seconds += time.perf_counter() - self._since
+                self._since = None
+
+        return run
+
+    def theirs(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that the plugin calls and that would run without it."""
+
+        def run(*given: Any, **named: Any) -> Any:
+            if self._since is None:
+                return call(*given, **named)
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+            try:
+                return call(*given, **named)
+            finally:
+                self._since = time.perf_counter()
+
+        return run
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this is entered."""
+        with ExitStack() as undone:
+
+            def replace(owner: Any, name: str, call: Callable[..., Any]) -> None:
+                undone.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, call)
+
+            for name in ("begin_step", "begin_forward", "begin_backward", "before_update", "end_step"):
+                replace(Engine, name, self.mine(getattr(Engine, name)))
+            for name in (
+                "on_train_batch_start",
+                "on_before_backward",
+                "on_before_optimizer_step",
+                "on_train_batch_end",
+            ):
+                replace(MimoseCallback, name, self.mine(getattr(MimoseCallback, name)))
+            replace(History, "add", self.mine(History.add))
+            run = self.mine(Attempts.run)
+            replace(Attempts, "run", lambda attempts, once: run(attempts, self.theirs(once)))
+            yield
+
+
+def plain_loop(planner: Any) -> float:
+    """Median seconds that a step of the plain loop spends in the plugin, its units' calls left out."""
+    model, clock = Stack(), Clock()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = []
+    with clock.running(), Mimose(model, budget="4GB", optimizer=optimizer, planner=planner) as mimose:
+        for rows_ in (ROWS, 512, 256, 384, 128, *[ROWS] * STEPS):
+            clock.seconds = 0.0
+            mimose.step(torch.randn(rows_, WIDTH))
+            if _is_plain(mimose.records[-1]):
+                found.append(clock.seconds)
+    return median(found)
+
+
+def _is_plain(record: StepRecord) -> bool:
+    return record.cache_hit and record.measured_peak_bytes is None
+
+
+class _Laps(pl.Callback):
+    def __init__(self, mimose: MimoseCallback, clock: Clock) -> None:
+        self._mimose, self._clock = mimose, clock
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if _is_plain(self._mimose.records[-1]):
+            self.found.append(self._clock.seconds)
+        self._clock.seconds = 0.0
+
+
+def lightning(planner: Any) -> float:
+    """The same of a step in Lightning."""
+    batches: Any = [torch.randn(rows_, WIDTH) for rows_ in (ROWS, 512, 256, 384, 128, *[ROWS] * STEPS)]
+    clock, mimose = Clock(), MimoseCallback(budget="4GB", planner=planner)
+    laps = _Laps(mimose, clock)
+    with clock.running():
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=[mimose, laps],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Training(), torch.utils.data.DataLoader(batches, batch_size=None))
+    return median(laps.found)
+
+
+def _call_seconds(action: str | None) -> float:
+    """Seconds that are added to one call of a unit: that is kept, or beyond a checkpoint by hand."""
+
+    class Unity(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 1.0
+
+    plain, patched, x = Unity(), Unity(), torch.zeros(1, requires_grad=True)
+    session = Session()
+    patch_unit(Unit("unity", patched, -1, 1, True), session)
+    session.arm({} if action is None else {"unity": action}, None)
+
+    def by_hand() -> None:
+        (plain(x) if action is None else checkpoint(plain, x, use_reentrant=False)).backward()
+
+    def ours() -> None:
+        session.given.clear()
+        patched(x).backward()
+
+    ours()  # proves it
+    seconds = [min(timeit.repeat(call, number=300, repeat=9)) / 300 for call in (by_hand, ours)]
+    unpatch(patched)
+    return seconds[1] - seconds[0]
+
+
+def _new_sizes() -> Iterator[dict[str, Any]]:
+    """Planning, in a process of its own: the first fit of all is part of it, with all that it imports."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        took, waited = pool.submit(new_sizes).result()
+    yield _row(f"a step of a new size, {UNITS} units, plans for (median)", 1e3 * median(took), "ms", "")
+    yield _row(f"the longest that planning held up a step, {NEW_SIZES} new sizes", 1e3 * max(waited), "ms", "<= 10 ms")
+
+
+def new_sizes() -> tuple[list[float], list[float]]:
+    """A BERT of 48 units in batches that are all of different sizes, at half of its activation memory.
+
+    Returns:
+        Of every step the seconds until its plan was in force: processor time of its thread, and time on the clock.
+    """
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    config = BertConfig(
+        vocab_size=512,
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    order = random.Random(0)
+    lengths = order.sample(range(32, 400), NEW_SIZES)
+
+    def batch(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(512, (2, length))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(2, dtype=torch.long)}
+
+    took, waited = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Mimose(model, budget="24MB", optimizer=optimizer) as mimose:
+        engine = mimose._engine
+        assert engine is not None
+        begin = engine.begin_step
+
+        def timed(*given: Any, **named: Any) -> None:
+            clock, began = time.perf_counter(), time.thread_time()
+            begin(*given, **named)
+            took.append(time.thread_time() - began)
+            waited.append(time.perf_counter() - clock)
+
+        engine.begin_step = timed  # type: ignore[method-assign]
+        for length in lengths:
+            mimose.step(batch(length))
+        del engine.begin_step
+        units = len(engine.units)
+        acting = [len(record.actions) for record in mimose.records if not record.sheltered]
+    print(f"{units} units, {sum(map(bool, acting))} of {len(acting)} planned steps act", file=sys.stderr)
+    return took, waited
+
+
+def own_bytes(sizes: int = DISTINCT_SIZES) -> int:
+    """Python's and numpy's memory that a `Mimose` holds after batches that are all of different sizes.
+
+    Their plans recompute half of the units each, and all differ. Batches are planned for and recorded, but not run.
+    """
+    random_ = random.Random(0)
+    names = [f"blocks.{index}" for index in range(UNITS)]
+
+    def planner(timeline: Any, budget_bytes: int) -> Mapping[str, str]:
+        return dict.fromkeys(random_.sample(names, UNITS // 2), "recompute")
+
+    model = Stack()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with Mimose(model, budget="4GB", planner=planner) as mimose:
+            for rows_ in (512, 64, 4096, 2048, 1024, 128):
+                mimose.step(torch.randn(rows_, WIDTH))
+            engine = mimose._engine
+            assert engine is not None
+            for rows_ in range(1, sizes + 1):
+                engine.begin_step(torch.empty(1, 1).expand(rows_, WIDTH))  # no memory of its own
+                record = engine.end_step()
+                assert record is not None
+                mimose._history.add(record)
+            acting = [len(record.actions) for record in mimose.records if not record.sheltered]
+            assert min(acting) == UNITS // 2
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,125 @@
+"""Puts the plan's hand on a model's units, and takes it away: which are patched, and which are left alone and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
+from lightning_mimose.actions.patch import is_patched, unpatch
+from lightning_mimose.actions.proof import COLLECTIVE
+from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.advisor import Advisor
+from lightning_mimose.errors import UnitsError, UnsupportedError
+from lightning_mimose.measure.cap import ReservedCap
+from lightning_mimose.sharding import gathers_inside
+from lightning_mimose.units import Unit, related, runs_torchscript, whole_graphs
+
+SCRIPTED = "it runs TorchScript, whose first runs differ from later ones in their last bits"
+"""Why a scripted unit is left alone."""
+GATHERS = "its parts gather their parameters from other ranks"
+"""Why a unit with `fully_shard` inside it is left alone."""
+
+
+class Attachment:
+    """The patched units of one model.
+
+    Args:
+        model: The model.
+        units: What can be planned in it.
+        session: What the units consult.
+        advisor: Told what plans and shelter have to do without.
+        cap: The allocator's limit, in force while units are patched.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], session: Session, advisor: Advisor, cap: ReservedCap
+    ) -> None:
+        self._model, self._units, self._session, self._advisor, self._cap = model, units, session, advisor, cap
+        self._caches = CacheSwitch()
+        self._patched: tuple[Unit, ...] = ()
+        self._left_out: set[str] = set()
+        self._told: set[str] = set()
+
+    def attach(self) -> None:
+        """Patch the units, and switch off what would defeat them.
+
+        Raises:
+            UnitsError: Every unit is checkpointed already.
+        """
+        if any(is_patched(unit.module) for unit in self._units):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} is planned by another Mimose or MimoseCallback already. Close that one "
+                "first (mimose.close(), or let trainer.fit end)."
+            )
+        own = checkpointed_layers(self._model)
+        left_out = {unit.name for unit in self._units if any(related(unit.name, layer) for layer in own if layer)}
+        usable = [unit for unit in self._units if unit.name not in left_out]
+        if not usable:
+            raise UnitsError(
+                f"All {len(self._units)} units of {type(self._model).__name__} are checkpointed by Hugging Face's own "
+                f"switch. {checkpointing_way_out(self._model)} to let the budget decide."
+            )
+        if left_out:
+            warnings.warn(
+                f"Hugging Face gradient checkpointing is switched on in {len(own)} modules ({own[-1]!r}, ...): they "
+                "recompute on every batch, whether it fits or not, and are left alone. "
+                f"{checkpointing_way_out(self._model)} to let the budget decide.",
+                stacklevel=4,
+            )
+        for name, blocks in whole_graphs(self._model, usable).items():
+            warnings.warn(
+                f"{name!r} is one torch.compile graph of {len(blocks)} blocks ({blocks[0]!r}, ...): plans are made "
+                "outside compiled code, so it can only be recomputed as a whole, which lowers no peak. Compile each "
+                "block instead (block.compile()), or use torch._functorch.config.activation_memory_budget.",
+                stacklevel=4,
+            )
+        self._caches.off(self._model)
+        self._cap.apply()
+        self._patched = tuple(usable)
+        for unit in usable:
+            patch_unit(unit, self._session)
+        self._left_out = left_out
+        self._session.parts = {
+            unit.name: [part.name for part in self._units if part.parent == index and part.name not in left_out]
+            for index, unit in enumerate(self._units)
+        }
+        # Statistics reduced over all ranks: every rank would have to recompute in the same steps.
+        synced = [u.name for u in usable if any(isinstance(m, nn.SyncBatchNorm) for m in u.module.modules())]
+        scripted = [unit.name for unit in usable if runs_torchscript(unit.module)]
+        known = dict.fromkeys(synced, COLLECTIVE) | dict.fromkeys(scripted, SCRIPTED)
+        known |= {unit.name: GATHERS for unit in usable if gathers_inside(unit.module)}
+        self._session.refuse(known | self._advisor.refused)
+        self.take_refusals()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether units were refused that plans still count on."""
+        return len(self._session.refused) != len(self._told)
+
+    def take_refusals(self) -> None:
+        """Let plans and shelter do without the units that turned out not to be repeatable."""
+        refused = self._session.refused
+        self._advisor.refused = dict(refused)
+        self._advisor.leave_out(self._left_out | refused.keys())
+        cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
+        self._advisor.shelter = self._session.standing(cut)
+        by_reason: dict[str, list[str]] = {}
+        for unit in [name for name in refused if name not in self._told]:
+            self._told.add(unit)
+            by_reason.setdefault(refused[unit], []).append(unit)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            self._advisor.announce(f"mimose: never recomputed: {', '.join(names[:3])}{more} ({reason})")
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        with ExitStack() as last:  # each of these runs, whatever another one raises
+            last.callback(self._cap.restore)
+            last.callback(self._caches.restore)
+            for unit in self._patched:
+                last.callback(unpatch, unit.module)
+            self._patched = ()

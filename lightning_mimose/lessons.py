@@ -1,0 +1,166 @@
+"""What a measured step teaches: the advisor is told, and the user where a promise could not be kept."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advisor import Advisor, with_reserve
+from lightning_mimose.budget import format_bytes
+from lightning_mimose.hints import attention_hint, update_hint
+from lightning_mimose.measure.observe import observe
+from lightning_mimose.measure.resident import ResidentLedger
+from lightning_mimose.measure.trace import StepTrace
+from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.refusal import Refuser
+from lightning_mimose.step import Step
+
+UNMEASURED_STEPS = 3
+"""Steps in a row that could not be measured before the user is told."""
+
+
+class Lessons:
+    """Learns from the steps of one model.
+
+    Args:
+        model: The model.
+        advisor: Who learns.
+        session: What the units did.
+        ledger: What is resident.
+        update: What updates need.
+        refuser: Refuses what broke the budget under the most saving plan.
+
+    Attributes:
+        verified: Planned steps that were compared with their predictions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        advisor: Advisor,
+        session: Session,
+        ledger: ResidentLedger,
+        update: UpdateReserve,
+        refuser: Refuser,
+    ) -> None:
+        self._model, self._advisor, self._session = model, advisor, session
+        self._ledger, self._update, self._refuser = ledger, update, refuser
+        self._warned = self._unreached = self._told_retained = False
+        self._unmeasured = 0
+        self.verified = 0
+
+    def of_backward(self, step: Step) -> None:
+        """Stop the meter after backward, learn, and see whether the promise was kept.
+
+        Raises:
+            BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
+        """
+        if step.recorder is None or step.gradients is None or not step.measuring:
+            return
+        step.recorder.mark("step", "end")
+        trace, step.recorder = step.recorder.stop(), None
+        self._session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
+        step.gradients.close()
+        if not trace.marks:
+            self._count_unmeasured()
+            return
+        self._unmeasured = 0
+        peak = self._take_peak(step, trace)
+        if not step.sheltered:
+            self._compare(step, peak)
+            return
+        self._observe(step, trace)
+        if peak > self._advisor.budget_bytes:
+            how = "with every unit recomputed"
+            self._refuser.refuse(step.size, step.resident, peak, with_reserve(peak), how)
+
+    def of_update(self, step: Step) -> None:
+        """Stop the meter after the update."""
+        if step.recorder is None or not step.measuring:
+            return
+        state_before = step.resident.lasting_bytes - step.batch_bytes
+        seen = step.recorder.sees_old_frees or not step.evaluated_again
+        trace, step.recorder = step.recorder.stop(), None
+        if not seen:
+            step.measured_peak_bytes = None  # much of the memory that such an update frees is older than the step
+            return
+        before_update = step.measured_peak_bytes or 0
+        self._take_peak(step, trace)
+        if (step.measured_peak_bytes or 0) > before_update > 0:
+            transient = self._update.cost.transient_bytes
+            optimizers = self._ledger.optimizers
+            self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
+        if self._ledger.lasting_bytes() == state_before and not step.evaluated_again:
+            self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
+
+    def _count_unmeasured(self) -> None:
+        self._unmeasured += 1
+        if self._unmeasured == UNMEASURED_STEPS:
+            warnings.warn(
+                f"{UNMEASURED_STEPS} steps in a row could not be measured: their backward runs in another thread, "
+                "or a profiler starts inside them. Until some can be, every step recomputes all it may. Run "
+                "backward in the thread of the forward, or start the profiler before the step.",
+                stacklevel=5,
+            )
+
+    def _take_peak(self, step: Step, trace: StepTrace) -> int:
+        peak = step.resident.lasting_bytes + trace.peak_bytes
+        reached = max(peak, step.resident.lasting_bytes + trace.aside_peak_bytes)
+        step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
+        if trace.reserved_peak_bytes is not None:
+            step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
+            self._advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)
+        return peak
+
+    def _compare(self, step: Step, peak: int) -> None:
+        """A planned step: hold what it reached against what was predicted."""
+        advisor, budget = self._advisor, self._advisor.budget_bytes
+        plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
+        exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
+        if plan is not None and predicted is not None and exact and not self._session.compared:
+            # The prediction covers the whole step, of which the update is still to come.
+            whole = max(peak, step.resident.update_bytes)
+            advisor.verify(step.size, step.resident, plan, predicted, whole)
+            self.verified += 1
+        if predicted is not None and predicted <= budget < peak and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
+                f"budget of {format_bytes(budget)}, under a plan predicted to stay inside it. The next "
+                "batches are planned with what was missing kept free.",
+                stacklevel=5,
+            )
+
+    def _observe(self, step: Step, trace: StepTrace) -> None:
+        """A sheltered step: learn what every unit costs."""
+        if trace.retained:
+            if not self._told_retained:
+                self._told_retained = True
+                warnings.warn(
+                    "A step ran backward twice over one graph (retain_graph or create_graph): what is kept lives until "
+                    "the last pass, which no prediction describes, so such steps recompute as much as they can.",
+                    stacklevel=5,
+                )
+        elif step.retried:
+            pass  # a retry is recorded for its peak, not to learn from
+        elif any("backward" in call.marks for call in trace.calls):
+            kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
+            observation = observe(trace, step.batch_bytes, kept, GRADES)
+            self._advisor.learn(step.size, observation)
+            self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
+        elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
+            self._unreached = True
+            warnings.warn(
+                f"No unit of {type(self._model).__name__} was called in a step, so nothing can be recomputed. If the "
+                "step runs inside torch.compile, compile each block instead (block.compile()); if it does not call "
+                "the modules themselves, name those that it calls by units=.",
+                stacklevel=5,
+            )
+
+    def _hint(self, about: str, text: str | None) -> None:
+        self._advisor.hints.pop(about, None)
+        if text is not None:
+            self._advisor.hints[about] = text

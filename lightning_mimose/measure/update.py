@@ -1,0 +1,52 @@
+"""What the optimizers' updates need besides what is resident, reserved before the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, probe_optimizer
+
+
+class UpdateReserve:
+    """Knows what a step's updates reach.
+
+    Args:
+        ledger: What is resident.
+
+    Attributes:
+        cost: What all optimizers add together.
+    """
+
+    def __init__(self, ledger: ResidentLedger) -> None:
+        self._ledger = ledger
+        self._costs: list[tuple[Optimizer, OptimizerCost]] = []
+        self._entries: dict[int, int] = {}
+        self.cost = OptimizerCost(0, 0)
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Name the optimizers; each is probed."""
+        self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
+        self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
+        self._ledger.watch(optimizers, sum(cost.growing_bytes for _, cost in self._costs))
+        self.cost = OptimizerCost(
+            sum(cost.state_bytes for _, cost in self._costs),
+            max((cost.transient_bytes for _, cost in self._costs), default=0),
+        )
+
+    def measured(self, transient_bytes: int) -> None:
+        """The update as it really is replaces what was measured on small copies."""
+        self.cost = OptimizerCost(self.cost.state_bytes, transient_bytes)
+
+    def peak_bytes(self, lasting_bytes: int) -> int:
+        """What an update reaches.
+
+        Args:
+            lasting_bytes: Parameters, buffers, state and the batch.
+        """
+        # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
+        pending = sum(
+            cost.state_bytes for optimizer, cost in self._costs if len(optimizer.state) == self._entries[id(optimizer)]
+        )
+        return lasting_bytes + self._ledger.gradient_capacity_bytes + pending + self.cost.transient_bytes

@@ -1,0 +1,48 @@
+"""Which units a step may try an action on: nothing is planned that was not tried, and a trial takes memory."""
+
+from __future__ import annotations
+
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advisor import Advisor
+from lightning_mimose.step import Step
+
+
+class Trials:
+    """Hands out trials to steps that have the room for them.
+
+    Args:
+        advisor: Knows the room, and what it may plan.
+        session: Knows what was tried, and tries.
+    """
+
+    def __init__(self, advisor: Advisor, session: Session) -> None:
+        self._advisor, self._session = advisor, session
+
+    def arm(self, step: Step) -> None:
+        """Name the units that this step tries; of a step that is armed already."""
+        advisor, session = self._advisor, self._session
+        waiting = self._untried()
+        session.tries, session.split_tries = set(), set()
+        if step.retried or step.advice.cache_hit:
+            return  # a plan that is known had its room looked at when it was made
+        if waiting:
+            session.tries = waiting & advisor.room_to_try(step.size, step.resident, step.advice)
+            session.armed = session.armed or bool(session.tries)
+        if session.unsplit:
+            room = advisor.room_to_try(step.size, step.resident, step.advice, split=True)
+            session.split_tries = session.unsplit & advisor.shelter.keys() & room
+
+    def disarm(self) -> None:
+        """The step is over."""
+        self._session.tries, self._session.split_tries = set(), set()
+        self.limit_menu()
+
+    def limit_menu(self) -> None:
+        """Plan no action that a unit was not tried with."""
+        self._advisor.indivisible = self._session.indivisible
+        self._advisor.limit(self._untried(), self._session.divisible)
+
+    def _untried(self) -> set[str]:
+        """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
+        untried = self._session.untried
+        return untried & self._advisor.shelter.keys() if untried else set()
