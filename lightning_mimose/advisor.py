@@ -49,7 +49,7 @@ DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 @dataclass(frozen=True)

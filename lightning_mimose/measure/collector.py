@@ -88,7 +88,7 @@ class StepRecorder:
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._replay: Iterator[Call] | None = None
-        self._flops_before: dict[str, int] = {}
+        self._flops_before: dict[str, tuple[int, int]] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
         self._thread = 0
@@ -283,13 +283,14 @@ class StepRecorder:
             return
         pack_outer, unpack_outer = outer
         flops = FlopTally()
-        before = self._flops_before = {call.key: 0}
+        before = self._flops_before = {call.key: (0, 0)}
         slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
             self._count_saved(tensor)
             for inner in self._stack:
-                inner.flops = flops.total - before[inner.key]
+                total, besides = before[inner.key]
+                inner.flops, inner.besides = flops.total - total, flops.besides - besides
             slot = _Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer))
             slots.append(weakref.ref(slot))
             return slot
@@ -331,7 +332,7 @@ class StepRecorder:
         self._stack.append(call)
         call.marks["again"] = self.mark(call.key, "again")
         flops = FlopTally.active()
-        self._flops_before[call.key] = flops.total if flops else 0
+        self._flops_before[call.key] = (flops.total, flops.besides) if flops else (0, 0)
         began = time.perf_counter()
         try:
             out = original(*args, **kwargs)

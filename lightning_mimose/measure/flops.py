@@ -1,4 +1,4 @@
-"""Counts floating-point operations while it is entered, by torch's own registry of formulas."""
+"""Counts what runs while it is entered: floating-point operations by torch's own registry of formulas, and the rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_mimose.measure.mode import ThreadedMode
+
+
+ELEMENT_OPERATIONS, DRAW_OPERATIONS = 100, 1200
+"""Operations of a matrix product that take as long as one element of anything else: bandwidth decides for most, and on
+a CPU one thread draws all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
 
 
 class FlopTally(ThreadedMode):
@@ -16,13 +22,14 @@ class FlopTally(ThreadedMode):
 
     Attributes:
         total: Operations so far.
+        besides: Everything else so far, in operations that take as long.
     """
 
     _local = threading.local()
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.total = self.besides = 0
 
     @classmethod
     def active(cls) -> FlopTally | None:
@@ -50,4 +57,9 @@ class FlopTally(ThreadedMode):
             # A formula that cannot read these arguments must not end a training.
             with suppress(Exception):
                 self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        elif not func.is_view:
+            made = out[0] if isinstance(out, tuple) and out else out  # of a norm, beside its statistics
+            if isinstance(made, torch.Tensor):
+                draws = made.device.type == "cpu" and torch.Tag.nondeterministic_seeded in func.tags
+                self.besides += made.numel() * (DRAW_OPERATIONS if draws else ELEMENT_OPERATIONS)
         return out

@@ -99,6 +99,7 @@ def observe(
             working=columns.add(working),
             before_backward=columns.add(start),
             flops=columns.add(call.flops),
+            besides=columns.add(call.besides),
             seconds=columns.add(call.seconds),
             given=columns.add(sum(call.inputs.values())),
             returned=columns.add(call.returned_bytes),

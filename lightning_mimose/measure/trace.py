@@ -24,6 +24,7 @@ class Call:
         held: Those of `returned` that somebody else holds when the backward pass begins.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
+        besides: What it does besides them, in operations that take as long, see `flops`.
         seconds: Duration of its recomputation.
         items: What of it could be kept in a smaller form, if that was looked at.
     """
@@ -40,6 +41,7 @@ class Call:
     held: set[int] = field(default_factory=set)
     marks: dict[str, int] = field(default_factory=dict)
     flops: int = 0
+    besides: int = 0
     seconds: float = 0.0
     items: tuple[LeanItem, ...] | None = None
 

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, Resident, Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
-REBUILDING_FLOPS = 1e5
-"""What lean saves of one call cost besides its recipes, in operations that take as long."""
-ELEMENTWISE_FLOPS = 20.0
-"""What a unit's forward does besides matrix products, for each byte that it saves; more of it in narrow units."""
+HOOK_SECONDS = 5e-4
+"""What hooks on all that one call saves cost, besides what they do: half of what a layer of BERT was measured to take
+on a slow host, since an accelerator does not wait for all of it."""
 REGION_FLOPS = 1e4
-"""The same for a recomputed region."""
+"""What a recomputed region costs besides its operations, in operations that take as long."""
 
 
 RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
@@ -188,8 +187,8 @@ class _Assembly:
         """What recipes cost, in the operations of `_recomputing`: those stand for the unit's element-wise work too."""
         members = [self.structure.calls[i] for i in self.calls_of[unit]]
         flops = sum(float(self.values[call.flops]) for call in members)
-        saved = sum(float(self.values[call.saved]) for call in members)
-        return work * flops / (flops + ELEMENTWISE_FLOPS * saved) if flops > 0 else work
+        besides = sum(float(self.values[call.besides]) for call in members)
+        return work * flops / (flops + besides) if flops > 0 else work
 
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
@@ -213,7 +212,7 @@ class _Assembly:
             if action in BORROWING:
                 self.borrows += [(len(self.options), shape.call) for shape in shapes]
             work = sum(float(self.values[shape.work]) for shape in shapes)
-            self._add(index[unit], action, self._rebuilding(unit, work) + REBUILDING_FLOPS * len(shapes), row)
+            self._add(index[unit], action, self._rebuilding(unit, work), row, HOOK_SECONDS * len(shapes))
 
     def add_recompute_lean(self, grade: str, action: str) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
@@ -232,7 +231,7 @@ class _Assembly:
             row, work = self.relief[plain[index[unit]]].copy(), 0.0
             for i in members:
                 shape = shapes[i]
-                work += self._rebuilding(unit, float(self.values[shape.work])) + REBUILDING_FLOPS
+                work += self._rebuilding(unit, float(self.values[shape.work]))
                 peaks = [0]
                 for position, own in shape.positions:
                     if self.backward[position]:
@@ -242,7 +241,7 @@ class _Assembly:
                 working = min(int(value[structure.calls[i].working]), max(peaks))
                 self.runs_again.append((len(self.options), i, working))
             saved = self._freed(unit)
-            self._add(index[unit], action, self._recomputing(unit, saved) + work, row)
+            self._add(index[unit], action, self._recomputing(unit, saved) + work, row, HOOK_SECONDS * len(members))
 
     def add_offload(self, link: Link) -> None:
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.
@@ -267,7 +266,7 @@ class _Assembly:
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
                     row += (away & structure.alive[i]) * self.value[call.saved]
-            self._add(index, "offload", REBUILDING_FLOPS * len(self.calls_of[unit]), row, waiting)
+            self._add(index, "offload", 0.0, row, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
         """The call that returns next at the earliest, and so the one whose backward brings the copies back."""
@@ -310,8 +309,8 @@ class _Assembly:
                 )
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
-            flops = self._recomputing(unit, saved) + chunks * REBUILDING_FLOPS * len(members)
-            self._add(index, f"split{chunks}", flops, row)
+            seconds = chunks * HOOK_SECONDS * len(members)
+            self._add(index, f"split{chunks}", self._recomputing(unit, saved), row, seconds)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""

@@ -55,6 +55,7 @@ class CallShape:
         working: Column of the peak of its forward while everything it saves is kept, above its start.
         before_backward: Column of the live bytes when its backward begins, without what it saved.
         flops: Column of the operations its recomputation runs.
+        besides: Column of what its recomputation does besides them, in operations that take as long.
         seconds: Column of the seconds its recomputation took.
         given: Column of the bytes of what it is given.
         returned: Column of the bytes of what it returns.
@@ -72,6 +73,7 @@ class CallShape:
     working: int
     before_backward: int
     flops: int
+    besides: int
     seconds: int
     given: int
     returned: int
