@@ -11,7 +11,6 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_mimose.measure.mode import ThreadedMode
 
-
 ELEMENT_OPERATIONS, DRAW_OPERATIONS = 100, 1200
 """Operations of a matrix product that take as long as one element of anything else: bandwidth decides for most, and on
 a CPU one thread draws all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
