@@ -18,11 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.meter import Interval, Meter, make_meter
+from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.trace import Call, LeanItem, Mark, Piece, StepTrace
@@ -318,9 +320,8 @@ class StepRecorder:
             call.seconds = time.perf_counter() - began
             self._replay, self._stack = None, []
             call.marks["again_out"] = self.mark(call.key, "again_out")
-            for ref in slots:
-                slot = ref()
-                if slot is not None:
+            if any(not isinstance(mode, ThreadedMode) for mode in _get_current_dispatch_mode_stack()):
+                for slot in filter(None, (ref() for ref in slots)):
                     slot.packed = None
 
     def _run_again(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -378,10 +379,11 @@ class StepRecorder:
 
 
 class _Slot:
-    """What the graph of a recomputation holds in place of a saved tensor, until the recomputation is over.
+    """What the graph of a recomputation holds in place of a saved tensor.
 
     That graph has no backward of its own and goes at once, unless somebody keeps it: `FlopCounterMode` does, by hooks
-    on every module's tensors, and then the step would hold what all recomputations saved until its end.
+    on every module's tensors, and then the step would hold what all recomputations saved until its end. So under
+    somebody else's dispatch mode slots are emptied when the recomputation is over.
     """
 
     __slots__ = ("__weakref__", "packed")

@@ -16,6 +16,10 @@ ELEMENT_OPERATIONS, DRAW_OPERATIONS = 100, 1200
 a CPU one thread draws all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
 
 
+_aten = torch.ops.aten
+_UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+
 class FlopTally(ThreadedMode):
     """Adds up the operations of everything that is dispatched.
 
@@ -56,7 +60,7 @@ class FlopTally(ThreadedMode):
             # A formula that cannot read these arguments must not end a training.
             with suppress(Exception):
                 self.total += int(formula(*args, **(kwargs or {}), out_val=out))
-        elif not func.is_view:
+        elif not func.is_view and func._overloadpacket not in _UNFILLED:
             made = out[0] if isinstance(out, tuple) and out else out  # of a norm, beside its statistics
             if isinstance(made, torch.Tensor):
                 draws = made.device.type == "cpu" and torch.Tag.nondeterministic_seeded in func.tags

@@ -134,7 +134,10 @@ class Records(Sequence[StepRecord]):
         """One of them, or a list of some."""
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        place = range(len(self))[index]
+        try:
+            place = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"record {index} was asked for, and there are {len(self)}") from None
         values, names, sizes, numbers = self._packed[place]
         acting = array("H", numbers) if isinstance(numbers, bytes) else numbers
         return StepRecord(

@@ -23,7 +23,6 @@ class Constants(TorchFunctionMode):
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
-        history: Stands for all functions that were called, in order.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,6 @@ class Constants(TorchFunctionMode):
         self.masked: Masked | None = None
         self.versions: dict[Place, int] = {}
         self.changed: set[Place] = set()
-        self.history = 0
         self._running: list[tuple[torch.Tensor, int, Any]] = []
 
     def forget(self) -> None:
@@ -65,7 +63,6 @@ class Constants(TorchFunctionMode):
             hands_out = func == _DATA
             if not hands_out:
                 return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
-        self.history = hash((self.history, func))
         before = []
         for tensor in _tensors(args, kwargs):
             if tensor.is_leaf:

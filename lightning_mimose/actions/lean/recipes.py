@@ -36,10 +36,16 @@ PRODUCT = 1.0
 class Node(Protocol):
     """One operation, as recipes see it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     raw: Any
     """Autograd's own node, for fields that are no tensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its result."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its result."""
 
     def saved(self, name: str) -> Handle | None:
         """What the node saved under a name, if it is ours."""

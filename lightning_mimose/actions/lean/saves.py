@@ -40,8 +40,6 @@ from lightning_mimose.errors import is_out_of_memory
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
-MOST_BARREN = 10_000
-"""Places without a recipe that are remembered; a model that branches has more and more of them."""
 LONGEST_CHAIN = 12
 """Operations that may be run to rebuild one tensor from what is kept."""
 
@@ -67,13 +65,10 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        barren: Where no recipe is to be found, whatever the batch: (grade, how many were saved before, nodes made
-            since the unit began, what was called so far). Most saved tensors are of that kind; to look takes time.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
-    barren: set[tuple[int, int, int, int]] = field(default_factory=set)
 
 
 class References:
@@ -145,9 +140,6 @@ class LeanSaves:
         self._owner = object()
         self._start = 0
         self._in_scores = False
-        self._always = True
-        """Whether what was not found since this was set would not be found in another step either."""
-        self._not_always: set[tuple[Any, int]] = set()
         self._small_bytes = small_bytes
         self.compared = self.differed = False
         self.borrowed: list[torch.Tensor] = []
@@ -176,7 +168,6 @@ class LeanSaves:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
         self._numbers.clear()
-        self._not_always.clear()
         self._storages.clear()
         self._constants.forget()
         self._held.clear()
@@ -244,13 +235,7 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self._constants.is_result(base):
-            place = self._grade, self._count, node._sequence_nr() - self._start, self._constants.history
-            if place in self._sites.barren:
-                return None
-            self._always = True
             found = self.rebuilt(node, output, 0)
-            if found is None and self._always and len(self._sites.barren) < MOST_BARREN:
-                self._sites.barren.add(place)
         return None if found is None or isinstance(found, Kept) or found.grade > self._grade else found
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
@@ -280,7 +265,7 @@ class LeanSaves:
         Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
         """
         if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
-            return self.missing()
+            return None
         self.borrowed.append(tensor)
         kept = Kept(tensor)
         kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
@@ -292,24 +277,13 @@ class LeanSaves:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
         if key in self._constants.changed:
-            return self.missing()
-        if key in self._values:
-            self._always &= key not in self._not_always
-        else:
-            outer, self._always = self._always, True
+            return None
+        if key not in self._values:
             self._values[key] = self._from_table(node, output, depth)
-            if not self._always:
-                self._not_always.add(key)
-            self._always &= outer
         found = self._values[key]
         if found is not None:
             found.identity = self._numbers.get(key, found.identity)
         return found
-
-    def missing(self) -> Handle | None:
-        """None: something is not there, that may be there in another step."""
-        self._always = False
-        return None
 
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
@@ -317,12 +291,10 @@ class LeanSaves:
             leaf = node.variable
             # One that was changed since the unit began is not what the operation was given.
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
-            return Kept(leaf) if known else self.missing()
+            return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None or output != 0:
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
             return None
-        if depth > LONGEST_CHAIN:  # another one may be a way to it that is not as long
-            return self.missing()
         own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
             return None
@@ -333,16 +305,14 @@ class LeanSaves:
         if made is None:
             return None
         inputs = [each for each in made.inputs if each is not None]
-        if len(inputs) != len(made.inputs):
+        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
             return None
-        if not all(each.is_intact for each in inputs if isinstance(each, Kept)):
-            return self.missing()
         grade = max(own, *(each.needed_grade for each in inputs), 0)
-        elements = prod(view.shape)
-        nbytes = elements * view.dtype.itemsize
+        shape = view.shape
+        elements = prod(shape)
         work = made.work + made.work_per_element * elements
         is_view = made.work_per_element == VIEW and not made.work
-        recipe = Recipe(made.rebuild, inputs, nbytes, view.shape, grade, work, is_view=is_view)
+        recipe = Recipe(made.rebuild, inputs, elements * view.dtype.itemsize, shape, grade, work, is_view=is_view)
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
@@ -350,22 +320,31 @@ class LeanSaves:
 class _Node:
     """See `recipes.Node`."""
 
+    __slots__ = ("_depth", "_saves", "raw")
+
     def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
         self._saves, self.raw, self._depth = saves, raw, depth
-        like = raw._input_metadata[0]
-        self.shape, self.dtype = tuple(like.shape), like.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.raw._input_metadata[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.raw._input_metadata[0].dtype
+        return dtype
 
     def saved(self, name: str) -> Handle | None:
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if data is None:
             return None
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
-        return data if isinstance(data, Handle) and data.owner is self._saves._owner else self._saves.missing()
+        return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
 
     def edge(self, index: int) -> Handle | None:
         following = self.raw.next_functions
         if index >= len(following) or following[index][0] is None:
-            return self._saves.missing()
+            return None
         node, output = following[index]
         return self._saves.rebuilt(node, output, self._depth + 1)
 
@@ -386,7 +365,7 @@ class _Node:
         # A number is saved as a tensor without dimensions, and past every hook. Never `_saved_`: that would unpack.
         number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if not isinstance(number, torch.Tensor) or number.dim():
-            return self._saves.missing()
+            return None
         with _disable_current_modes():  # which would be given a float where they expect a tensor
             return Number(number.item())
 

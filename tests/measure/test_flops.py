@@ -1,0 +1,48 @@
+"""What runs is counted: operations of matrix products as torch counts them, and the rest by its elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mimose.measure.flops import DRAW_OPERATIONS, ELEMENT_OPERATIONS, FlopTally
+
+ROWS, COLUMNS = 24, 16
+
+
+def test_matrix_products_are_counted_as_torch_does() -> None:
+    x, w = torch.randn(ROWS, COLUMNS), torch.randn(COLUMNS, COLUMNS)
+    with FlopCounterMode(display=False) as counter:
+        x @ w
+    with FlopTally() as tally:
+        x @ w
+    assert tally.total == counter.get_total_flops() > 0
+    assert tally.besides == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "passes"),
+    [
+        (lambda x: functional.gelu(x), 1),
+        (lambda x: functional.layer_norm(x, (COLUMNS,)), 1),
+        (lambda x: x.exp().add(x), 2),
+        (lambda x: x.t().view(COLUMNS, ROWS), 0),
+        (lambda x: torch.empty_like(x), 0),
+    ],
+)
+def test_the_rest_is_counted_by_what_it_makes(function: object, passes: int) -> None:
+    """A view makes nothing, nor does memory that nobody has filled."""
+    x = torch.randn(ROWS, COLUMNS)
+    with FlopTally() as tally:
+        function(x)  # type: ignore[operator]
+    assert tally.total == 0
+    assert tally.besides == passes * ELEMENT_OPERATIONS * ROWS * COLUMNS
+
+
+def test_random_numbers_are_the_dearest() -> None:
+    x = torch.randn(ROWS, COLUMNS)
+    with FlopTally() as tally:
+        functional.dropout(x, 0.1)
+    assert DRAW_OPERATIONS * x.numel() < tally.besides < 2 * DRAW_OPERATIONS * x.numel()
