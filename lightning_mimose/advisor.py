@@ -25,7 +25,7 @@ from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.predict.structure import CallShape, Resident
+from lightning_mimose.predict.structure import CallShape, Resident, Structure
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker
 
@@ -86,6 +86,27 @@ class Holds:
     least_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class StepView:
+    """What is known about the step of one batch size.
+
+    Attributes:
+        structure: Its shape.
+        timeline: What it holds.
+        margin_bytes: What plans leave free.
+        least_bytes: The least budget that is sure to do.
+        trusted: Whether plans are made for it.
+        routes: Plan -> what was worked out for it by those who let steps wait for each other.
+    """
+
+    structure: Structure
+    timeline: Timeline
+    margin_bytes: int
+    least_bytes: int
+    trusted: bool
+    routes: dict[Any, Any]
+
+
 class Advisor:
     """Learns from measured steps and answers with plans.
 
@@ -133,7 +154,7 @@ class Advisor:
         self._fragmentation_bytes = 0
         self.announce: Callable[[str], None] = log.info
         self._announced = False
-        self._actual_peaks: dict[Any, int] = {}
+        self._actual_peaks: dict[Any, Any] = {}
 
     def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         """The plan for a batch.
@@ -335,6 +356,20 @@ class Advisor:
                 self._actual_peaks.clear()
             self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
         return self._actual_peaks[slot]
+
+    def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
+        """What a batch's step looks like; None before anything is known about its size."""
+        slot = (size, resident)
+        if slot not in self._actual_peaks:
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None:
+                return None
+            timeline = self._timeline(prediction, resident)
+            least, trusted = self.sure_bytes(timeline), prediction.trusted
+            margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
+            self._actual_peaks[slot] = StepView(prediction.structure, timeline, margin, least, trusted, {})
+        view: StepView = self._actual_peaks[slot]
+        return view
 
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +29,7 @@ from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advisor import Advice, Advisor, with_reserve
 from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
-from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
+from lightning_mimose.budget import device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import (
     BudgetInfeasibleError,
     DeviceMemoryError,
@@ -50,6 +51,8 @@ from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import device_memory_error, infeasible_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import gathers_inside, reshard, sharded_modules, sharing_ranks
+from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
+from lightning_mimose.shared.tenancy import Tenancy
 from lightning_mimose.sizes import BatchSize, dims_text
 from lightning_mimose.step import Step
 from lightning_mimose.units import Unit, find_units, fingerprint, related, runs_torchscript, whole_graphs
@@ -72,7 +75,7 @@ class Engine:
 
     Args:
         model: The model whose submodules are planned.
-        budget: What `parse_budget` takes.
+        budget: What `parse_budget` takes, or one that several trainings share.
         units: Patterns that name the units; None finds them.
         size_fn: Batch -> size; None reads the dimensions of its tensors.
         actions: Names of the actions that plans may use; None for those that pay on this device.
@@ -93,7 +96,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
-        budget: str | int | float,
+        budget: AnyBudget,
         units: Sequence[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: Sequence[str] | None = None,
@@ -116,8 +119,10 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
-        spec: Budget = parse_budget(budget)
-        budget_bytes = spec.resolve(self.memory, held_bytes=self._held_bytes())
+        if isinstance(budget, (SharedBudget, Job)):
+            budget_bytes = budget.resolve(self.device)
+        else:
+            budget_bytes = parse_budget(budget).resolve(self.memory, held_bytes=self._held_bytes())
         self.advisor = Advisor(
             budget_bytes,
             size_fn=size_fn,
@@ -134,6 +139,10 @@ class Engine:
             self.host = HostMemory(self._host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
+        self.tenancy: Tenancy | None = None
+        if isinstance(budget, (SharedBudget, Job)):
+            self.tenancy = Tenancy(*budget.open(self.device), self.advisor, self.session)
+            weakref.finalize(self, self.tenancy.close)
         self._patched: tuple[Unit, ...] = ()
         self._caches = CacheSwitch()
         self._cap = ReservedCap(self.device, budget_bytes)
@@ -242,6 +251,8 @@ class Engine:
             for unit in self._patched:
                 last.callback(unpatch, unit.module)
             self._patched = ()
+            if self.tenancy is not None:
+                last.callback(self.tenancy.close)
             self.abort_step()
             if self.agreement is not None:
                 last.callback(self.agreement.close)
@@ -261,6 +272,8 @@ class Engine:
         )
         lasting = self.ledger.lasting_bytes()
         least = self._update_bytes(lasting)
+        if self.tenancy is not None:
+            self.tenancy.settle(least - self._update_cost.transient_bytes)
         error = None
         if least > self.budget_bytes and self.on_infeasible == "raise":
             error = infeasible_error(
@@ -324,6 +337,8 @@ class Engine:
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update_bytes(lasting))
         self._limit_menu()
+        if self.tenancy is not None:
+            self.tenancy.allow(size, resident)
         advice, error = self.advisor.advise(size, resident, data), None
         if advice.infeasible:
             try:
@@ -345,6 +360,12 @@ class Engine:
         )
         self._step.unfilled_bytes = self.ledger.unfilled_bytes()
         self._arm(self._step)
+        lasts = resident.update_bytes - self._update_cost.transient_bytes
+        if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
+            self._clear(self._step)
+            self.begin_step(  # other jobs take more by now: plan anew
+                batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
+            )
 
     def _agree(
         self,
@@ -460,6 +481,8 @@ class Engine:
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
         step.in_backward = True
+        if self.tenancy is not None:
+            self.tenancy.begin_backward()
         # LBFGS evaluates the loss again inside its update, which is then more than an update.
         step.evaluated_again = step.updating
         if step.gradients is not None and step.recorder is not None and step.measuring:
@@ -478,6 +501,8 @@ class Engine:
         measured = step.measuring
         self._finish_together(step)
         step.updating = True
+        if self.tenancy is not None:
+            self.tenancy.update()
         if measured:
             step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
@@ -532,6 +557,8 @@ class Engine:
         step.recorder = step.gradients = None
         self.session.disarm()
         self._step = None
+        if self.tenancy is not None:
+            self.tenancy.end()
         if len(self.session.refused) != len(self._told):
             self._take_refusals()
         self.session.tries, self.session.split_tries = set(), set()
@@ -711,6 +738,8 @@ class Engine:
             f"{len(step.actions)} units recomputed: {why}"
         )
         self._arm(step)
+        if self.tenancy is not None:
+            self.tenancy.again(step, step.resident.update_bytes - self._update_cost.transient_bytes)
         return True
 
     def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:
@@ -734,6 +763,7 @@ class Engine:
         if self.on_infeasible == "raise":
             # A loop that goes on after the error must be refused again, not find the plan.
             self.advisor.planner.forget()
+            what += self.tenancy.beside() if self.tenancy is not None else ""
             raise infeasible_error(self.budget_bytes, resident.total_bytes, sure, what)
         warnings.warn(
             f"The budget of {format_bytes(self.budget_bytes)} cannot be kept: {what}. Going on with that plan.",

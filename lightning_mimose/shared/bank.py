@@ -15,7 +15,7 @@ to wait; steps under way go on. They end, then, and the first in the row is serv
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .claim import Claim
@@ -40,6 +40,7 @@ class Account:
         reach: The first stretch that was not granted.
         asks: What it waits for: a claim and the rest that goes with it; for more of its present claim, that.
         began: When its step began, in seconds.
+        builds: Whether it builds its model, so that nobody knows what it will hold at rest.
     """
 
     rest_bytes: int
@@ -51,6 +52,7 @@ class Account:
     reach: int = 0
     asks: tuple[Claim | None, int] | None = None
     began: float = 0.0
+    builds: bool = False
 
     @property
     def state(self) -> State:
@@ -66,11 +68,13 @@ class Verdict:
         reach: The first stretch that is not granted; 0 where the job has to wait.
         room_bytes: What a step of the job may need at most, given what the others hold at rest.
         refused: Whether the claim, or the rest, exceeds that room, so that waiting would be in vain.
+        full: Whether it has to wait until another job leaves, for all of them do not fit beside each other.
     """
 
     reach: int
     room_bytes: int
     refused: bool = False
+    full: bool = False
 
 
 class Bank:
@@ -137,7 +141,19 @@ class Bank:
         if max(rest_bytes, least_bytes) > self.budget_bytes:
             return Verdict(0, room, refused=True)
         account.least_bytes = max(least_bytes, account.least_bytes)
-        return self._answer(job, (None, rest_bytes))
+        # What it built is there, whether it may stay or not: no other step is under way, and none waits for this one.
+        account.claim, account.builds = None, False
+        full = not self._floors_fit(job, rest_bytes)
+        return replace(self._answer(job, (None, rest_bytes)), full=full)
+
+    def build(self, job: str, now: float) -> Verdict:
+        """Ask for all the room there is, to build a model of unknown size; `settle` ends it.
+
+        No other step runs meanwhile: none could be sure of its room.
+        """
+        account = self.accounts[job]
+        account.builds, account.began = True, now
+        return self._answer(job, (Claim.of([self.room_bytes(job)]), 0))
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -174,7 +190,7 @@ class Bank:
         account = self.accounts[job]
         if account.claim is not None:
             self._clock.charge(job, now - account.began)
-        account.claim, account.at, account.reach = None, 0, 0
+        account.claim, account.at, account.reach, account.builds = None, 0, 0, False
         self._stop_waiting(job)
 
     def poll(self, now: float) -> dict[str, int]:
@@ -193,7 +209,8 @@ class Bank:
                 continue
             claim, rest_bytes = account.asks
             reach = self._grant(job, claim, rest_bytes)
-            if reach or (claim is not None and max(claim.peak_bytes, rest_bytes) > self.room_bytes(job)):
+            outgrown = beginning and claim is not None and max(claim.peak_bytes, rest_bytes) > self.room_bytes(job)
+            if reach or outgrown:
                 granted[job] = reach
                 account.began = now if beginning else account.began
             else:
@@ -280,6 +297,12 @@ class Bank:
             account.claim, account.at, account.reach, account.rest_bytes = None, 0, 0, rest_bytes
             return 1
         beginning = account.claim is None
+        if beginning and any(
+            (a.claim is not None) if account.builds else (a.builds and a.claim is not None)
+            for name, a in self.accounts.items()
+            if name != job
+        ):
+            return 0
         at, before = (0, 0) if beginning else (account.at, account.reach)
         granted, out = before, len(claim) + 1
         # What a step holds only grows with its reach, and what is safe only shrinks with what is held. It can mostly

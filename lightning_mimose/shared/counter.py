@@ -1,0 +1,118 @@
+"""The counter: a bank with a clock and a ledger, which says to whom something was granted meanwhile.
+
+Jobs of one process share one in that process; those of several share one in the coordinator.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .bank import Bank, Verdict
+from .claim import Claim
+from .ledger import Ledger
+
+
+class Counter:
+    """Serves requests, one at a time; callers see to that.
+
+    Args:
+        budget_bytes: What all jobs together may hold.
+
+    Attributes:
+        answers: Job -> how far it may run, for jobs that had to wait and need not any more (0: ask anew, for less).
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.bank = Bank(budget_bytes)
+        self.ledger = Ledger()
+        self.answers: dict[str, int] = {}
+
+    def join(self, job: str, weight: float = 1.0) -> None:
+        """See `Bank.join`."""
+        self.bank.join(job, weight)
+
+    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0) -> Verdict:
+        """See `Bank.settle`."""
+        self.answers.pop(job, None)
+        verdict = self._noted(job, self.bank.settle(job, rest_bytes, least_bytes))
+        self._serve()
+        return verdict
+
+    def build(self, job: str) -> Verdict:
+        """See `Bank.build`."""
+        self.answers.pop(job, None)
+        return self._noted(job, self.bank.build(job, time.time()))
+
+    def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
+        """See `Bank.begin`."""
+        self.answers.pop(job, None)
+        return self._noted(job, self.bank.begin(job, claim, rest_bytes, time.time()))
+
+    def ask(self, job: str) -> Verdict:
+        """See `Bank.ask`."""
+        return self._noted(job, self.bank.ask(job, time.time()))
+
+    def advance(self, job: str, at: int) -> None:
+        """See `Bank.advance`."""
+        self.bank.advance(job, at)
+        self._note(time.time(), job)
+        self._serve()
+
+    def end(self, job: str) -> None:
+        """See `Bank.end`."""
+        now = time.time()
+        self.answers.pop(job, None)
+        self.bank.end(job, now)
+        self.ledger.waits_no_more(now, job)
+        self._note(now, job)
+        self._serve()
+
+    def leave(self, job: str) -> None:
+        """See `Bank.leave`."""
+        self.answers.pop(job, None)
+        self.bank.leave(job)
+        self.ledger.gone(time.time(), job)
+        self._serve()
+
+    def plan_bytes(self, job: str, *, together: bool, least_bytes: int = 0, wants_bytes: int = 0) -> int:
+        """What a job may plan its next step with.
+
+        Args:
+            job: The job.
+            together: Whether jobs compute at the same time, so that waiting costs more than saving memory.
+            least_bytes: What the step needs at least.
+            wants_bytes: What it would take if it saved nothing.
+        """
+        account = self.bank.accounts[job]
+        account.least_bytes = max(account.least_bytes, least_bytes)
+        account.wants_bytes = wants_bytes
+        room = self.bank.room_bytes(job)
+        return min(room, self.bank.share_bytes(job)) if together else room
+
+    def others(self, job: str) -> dict[str, int]:
+        """Other job -> bytes that it holds at rest."""
+        return {name: account.rest_bytes for name, account in self.bank.accounts.items() if name != job}
+
+    def alone(self, job: str) -> bool:
+        """Whether there is no other job."""
+        return len(self.bank.accounts) == 1 and job in self.bank.accounts
+
+    def _noted(self, job: str, verdict: Verdict) -> Verdict:
+        now = time.time()
+        if verdict.reach:
+            self._note(now, job)
+        elif not verdict.refused:
+            self.ledger.waits_from(now, job)
+        return verdict
+
+    def _note(self, now: float, job: str) -> None:
+        self.ledger.note(now, job, self.bank.accounts[job].state[0])
+
+    def _serve(self) -> None:
+        if not self.bank.waiting:
+            return
+        now = time.time()
+        for job, reach in self.bank.poll(now).items():
+            self.answers[job] = reach
+            self.ledger.waits_no_more(now, job)
+            self._note(now, job)
