@@ -355,7 +355,8 @@ class Advisor:
             if len(self._actual_peaks) > 4096:
                 self._actual_peaks.clear()
             self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
-        return self._actual_peaks[slot]
+        peak: int = self._actual_peaks[slot]
+        return peak
 
     def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
         """What a batch's step looks like; None before anything is known about its size."""

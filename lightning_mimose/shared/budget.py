@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -140,8 +140,8 @@ class SharedBudget:
             ranks = torch.distributed.get_world_size()
             if ranks > 1:  # one rank would wait for memory that another holds while it waits for the first
                 raise UnsupportedError(
-                    f"A SharedBudget was given to a training of {ranks} ranks, which wait for each other in every step. "
-                    "Give every rank a budget of its own."
+                    f"A SharedBudget was given to a training of {ranks} ranks, which wait for each other in every "
+                    "step. Give every rank a budget of its own."
                 )
         return self._broker_on(device).budget_bytes
 
@@ -239,3 +239,7 @@ class Job:
     def open(self, device: torch.device) -> tuple[Lease, bool]:
         """See `SharedBudget.open`."""
         return self.shared.open(device, self.name, self.weight)
+
+
+AnyBudget: TypeAlias = str | int | float | SharedBudget | Job
+"""What may be given as a budget."""
