@@ -40,6 +40,7 @@ class Account:
         reach: The first stretch that was not granted.
         asks: What it waits for: a claim and the rest that goes with it; for more of its present claim, that.
         began: When its step began, in seconds.
+        patient: Whether it waits for others to leave, if need be.
         builds: Whether it builds its model, so that nobody knows what it will hold at rest.
     """
 
@@ -52,6 +53,7 @@ class Account:
     reach: int = 0
     asks: tuple[Claim | None, int] | None = None
     began: float = 0.0
+    patient: bool = False
     builds: bool = False
 
     @property
@@ -125,13 +127,14 @@ class Bank:
         self._clock.leave(job)
         self._stop_waiting(job)
 
-    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0) -> Verdict:
+    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0, *, patient: bool = False) -> Verdict:
         """Say what a job holds between steps, outside of any; a step under way ends with it.
 
         Args:
             job: The job.
             rest_bytes: What it holds from now on.
             least_bytes: The least that one of its steps needs, where that is known.
+            patient: Whether it waits for others to leave, where not all fit beside each other.
 
         Returns:
             Refused if it exceeds the budget alone; `reach` 0 if it has to wait until others have left or finished.
@@ -142,7 +145,7 @@ class Bank:
             return Verdict(0, room, refused=True)
         account.least_bytes = max(least_bytes, account.least_bytes)
         # What it built is there, whether it may stay or not: no other step is under way, and none waits for this one.
-        account.claim, account.builds = None, False
+        account.claim, account.builds, account.patient = None, False, patient
         full = not self._floors_fit(job, rest_bytes)
         return replace(self._answer(job, (None, rest_bytes)), full=full)
 
@@ -197,8 +200,8 @@ class Bank:
         """Grant what waiting jobs can have by now; call it after anything was given back.
 
         Returns:
-            Job -> how far it may run, for those that need not wait any more; 0 for one whose claim has become larger
-            than its room, so that it must ask for less.
+            Job -> how far it may run, for those that need not wait any more; 0 for one that must ask anew, since its
+            claim has become larger than its room, or it does not fit beside the others any more.
         """
         granted: dict[str, int] = {}
         barred = False
@@ -209,7 +212,10 @@ class Bank:
                 continue
             claim, rest_bytes = account.asks
             reach = self._grant(job, claim, rest_bytes)
-            outgrown = beginning and claim is not None and max(claim.peak_bytes, rest_bytes) > self.room_bytes(job)
+            if claim is None:
+                outgrown = not account.patient and not self._floors_fit(job, rest_bytes)
+            else:
+                outgrown = beginning and max(claim.peak_bytes, rest_bytes) > self.room_bytes(job)
             if reach or outgrown:
                 granted[job] = reach
                 account.began = now if beginning else account.began

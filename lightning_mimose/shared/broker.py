@@ -27,7 +27,7 @@ class Broker(Protocol):
     def leave(self, job: str) -> None:
         """Close it; may be called twice."""
 
-    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0) -> Verdict:
+    def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
 
     def build(self, job: str) -> Verdict:
@@ -89,10 +89,10 @@ class LocalBroker:
             self._counter.leave(job)
             self._tell()
 
-    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0) -> Verdict:
+    def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
         with self._changed:
-            verdict = self._counter.settle(job, rest_bytes, least_bytes)
+            verdict = self._counter.settle(job, rest_bytes, patient=patient)
             self._tell()
             return verdict
 

@@ -16,6 +16,8 @@ from lightning_mimose.budget import device_memory, parse_budget
 from lightning_mimose.errors import MimoseError, SharedBudgetError, UnsupportedError
 from lightning_mimose.shared.broker import Broker, LocalBroker
 from lightning_mimose.shared.lease import Lease
+from lightning_mimose.shared.remote import RemoteBroker
+from lightning_mimose.shared.wire import Meeting
 
 if TYPE_CHECKING:
     from lightning_mimose.report.shared import SharedReport
@@ -87,6 +89,40 @@ class SharedBudget:
             "A SharedBudget of one process cannot be sent to another one. Several processes share one by name: "
             'SharedBudget.connect("name", "16GB") in each of them.'
         )
+
+    @classmethod
+    def connect(
+        cls,
+        name: str,
+        budget: str | int | float | None = None,
+        *,
+        own_generators: bool = True,
+        when_full: Literal["raise", "wait"] = "raise",
+        device: torch.device | str | None = None,
+    ) -> SharedBudget:
+        """The shared budget of a name, for trainings in several processes of this user on this machine.
+
+        Whoever comes first starts a small process that keeps the account, and that ends with the last training. A
+        training that is killed gives back what it held at once; if that process is killed, another one takes over.
+
+        Args:
+            name: Letters, digits, dots, dashes, underscores.
+            budget: As for `SharedBudget`; None to join one that is there.
+            own_generators: As for `SharedBudget`; matters where a process has several trainings.
+            when_full: As for `SharedBudget`.
+            device: As for `SharedBudget`.
+
+        Raises:
+            SharedBudgetError: The name is another user's, or stands for another budget or device, or nothing.
+        """
+        shared = _Connected("auto" if budget is None else budget, own_generators, when_full, device)
+        try:
+            shared.meeting = Meeting(name)
+        except ValueError as error:
+            raise SharedBudgetError(f"The name {name!r} was asked for: {error}.") from error
+        shared.joins = budget is None
+        shared._broker_on(shared._usual_device())
+        return shared
 
     def job(self, name: str | None = None, *, weight: float = 1.0, resident: str | int | None = None) -> Job:
         """One training's part: a budget with a name and a weight, and a block in which everything counts.
@@ -210,6 +246,45 @@ class SharedBudget:
 
     def _make_broker(self, device: torch.device) -> Broker:
         return LocalBroker(self._spec.resolve(device_memory(device)))
+
+
+class _Connected(SharedBudget):
+    """A budget that is kept by a coordinator."""
+
+    meeting: Meeting
+    joins = False
+
+    def __init__(
+        self,
+        budget: str | int | float,
+        own_generators: bool,
+        when_full: Literal["raise", "wait"],
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(budget, own_generators=own_generators, when_full=when_full, device=device)
+
+    def __repr__(self) -> str:
+        return f"SharedBudget.connect({self.meeting.name!r}, {None if self.joins else self.budget!r})"
+
+    def __reduce__(self) -> Any:
+        budget = None if self.joins else self.budget
+        keywords = {"own_generators": self._own_generators, "when_full": self._when_full, "device": self._device}
+        return _connect_again, (self.meeting.name, budget, keywords)
+
+    def _make_broker(self, device: torch.device) -> Broker:
+        bytes_ = None if self.joins else self._spec.resolve(device_memory(device))
+        return RemoteBroker(self.meeting, bytes_, _everywhere(device))
+
+
+def _connect_again(name: str, budget: str | int | float | None, keywords: dict[str, Any]) -> SharedBudget:
+    return SharedBudget.connect(name, budget, **keywords)
+
+
+def _everywhere(device: torch.device) -> str:
+    """A device in words that mean the same in every process, whatever it is allowed to see."""
+    if device.type == "cuda":
+        return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return str(device)
 
 
 class Job:

@@ -31,10 +31,10 @@ class Counter:
         """See `Bank.join`."""
         self.bank.join(job, weight)
 
-    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0) -> Verdict:
+    def settle(self, job: str, rest_bytes: int, least_bytes: int = 0, *, patient: bool = False) -> Verdict:
         """See `Bank.settle`."""
         self.answers.pop(job, None)
-        verdict = self._noted(job, self.bank.settle(job, rest_bytes, least_bytes))
+        verdict = self._noted(job, self.bank.settle(job, rest_bytes, least_bytes, patient=patient))
         self._serve()
         return verdict
 
@@ -42,6 +42,13 @@ class Counter:
         """See `Bank.build`."""
         self.answers.pop(job, None)
         return self._noted(job, self.bank.build(job, time.time()))
+
+    def restore(self, job: str, rest_bytes: int, least_bytes: int, claim: Claim | None, at: int, reach: int) -> None:
+        """Take over what another counter had granted."""
+        account = self.bank.accounts[job]
+        account.rest_bytes, account.least_bytes = rest_bytes, least_bytes
+        account.claim, account.at, account.reach, account.began = claim, at, reach, time.time()
+        self._note(time.time(), job)
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """See `Bank.begin`."""
@@ -88,6 +95,24 @@ class Counter:
         account.wants_bytes = wants_bytes
         room = self.bank.room_bytes(job)
         return min(room, self.bank.share_bytes(job)) if together else room
+
+    def give_all(self, job: str) -> bool:
+        """Give the whole budget to a job that is alone, and between two steps; it then need not ask.
+
+        Returns:
+            Whether it has it.
+        """
+        account = self.bank.accounts[job]
+        if not self.alone(job) or account.claim is not None or account.asks is not None or not account.rest_bytes:
+            return False
+        self.restore(job, account.rest_bytes, account.least_bytes, Claim.of([self.bank.budget_bytes]), 0, 1)
+        return True
+
+    def take_back(self, job: str, rest_bytes: int, least_bytes: int) -> None:
+        """A job gives back what `give_all` gave it; what it holds at rest, and needs at least, may have grown."""
+        account = self.bank.accounts[job]
+        account.rest_bytes, account.least_bytes = rest_bytes, max(least_bytes, account.least_bytes)
+        self.end(job)
 
     def others(self, job: str) -> dict[str, int]:
         """Other job -> bytes that it holds at rest."""

@@ -91,13 +91,16 @@ class Lease:
             SharedBudgetError: It does not fit beside the others, or not at all.
         """
         self._stepping = False
-        verdict = self._broker.settle(self.job, rest_bytes)
-        if verdict.refused or (verdict.full and self._when_full == "raise"):
-            others = {} if verdict.refused else self._broker.others(self.job)
-            self.close()
-            raise no_room_error(self.job, rest_bytes, self.budget_bytes, others)
-        if not verdict.reach:
-            self._wait()
+        granted = 0
+        while not granted:
+            verdict = self._broker.settle(self.job, rest_bytes)
+            if verdict.refused or (verdict.full and self._when_full == "raise"):
+                others = {} if verdict.refused else self._broker.others(self.job)
+                self.close()
+                raise no_room_error(self.job, rest_bytes, self.budget_bytes, others)
+            if verdict.full:
+                verdict = self._broker.settle(self.job, rest_bytes, patient=True)
+            granted = verdict.reach or self._wait()
         self._rest_bytes = rest_bytes
 
     def plan_bytes(self, least_bytes: int = 0, wants_bytes: int = 0) -> int:
