@@ -71,7 +71,7 @@ class Coordinator:
                     self._accept()
                 else:
                     self._talk(key.data, events)
-            if self._missing:
+            if self._missing or self._asked_early:
                 self._look_for_missing()
             now = time.monotonic()
             if len(self._selector.get_map()) > 1 or self._missing:
@@ -137,8 +137,7 @@ class Coordinator:
         if caller.job is None and message["op"] == "peek":
             if self._agreed(caller, message):
                 assert self._counter is not None
-                said = {"budget": self._counter.bank.budget_bytes, "answer": self._counter.ledger.to_dict()}
-                self._say(caller, said if message.get("history") else {"budget": said["budget"]})
+                self._say(caller, {"budget": self._counter.bank.budget_bytes})
         elif caller.job is None:
             self._welcome(caller, message)
         elif self._missing and message["op"] not in ("advance", "end", "back"):
@@ -205,30 +204,32 @@ class Coordinator:
             pass
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
-            self._verdict(caller, job, counter.begin(job, claim, int(message["rest"])))
+            self._verdict(caller, message, counter.begin(job, claim, int(message["rest"])))
         elif op == "ask":
-            self._verdict(caller, job, counter.ask(job))
+            self._verdict(caller, message, counter.ask(job))
         elif op == "advance":
             counter.advance(job, int(message["at"]))
         elif op == "end":
             counter.end(job)
         elif op == "settle":
-            self._verdict(caller, job, counter.settle(job, int(message["rest"]), patient=bool(message["patient"])))
+            self._verdict(caller, message, counter.settle(job, int(message["rest"]), patient=bool(message["patient"])))
         elif op == "build":
-            self._verdict(caller, job, counter.build(job))
+            self._verdict(caller, message, counter.build(job))
         elif op == "plan":
             least, wants = int(message["least"]), int(message["wants"])
             plan = counter.plan_bytes(job, together=True, least_bytes=least, wants_bytes=wants)
-            self._say(caller, {"answer": [plan, counter.bank.room_bytes(job)]})
+            self._say(caller, {"n": message["n"], "answer": [plan, counter.bank.room_bytes(job)]})
         elif op == "others":
-            self._say(caller, {"answer": counter.others(job)})
+            self._say(caller, {"n": message["n"], "answer": counter.others(job)})
         elif op == "history":
-            self._say(caller, {"answer": counter.ledger.to_dict()})
+            self._say(caller, {"n": message["n"], "answer": counter.ledger.to_dict()})
         else:
             raise ValueError(f"there is no {op!r}")
 
-    def _verdict(self, caller: Caller, job: str, verdict: Verdict) -> None:
-        self._say(caller, {"answer": [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]})
+    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict) -> None:
+        self._say(
+            caller, {"n": message["n"], "answer": [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]}
+        )
 
     def _tell(self) -> None:
         """Say what has changed for others meanwhile."""
@@ -270,13 +271,14 @@ def main(name: str, base: str) -> None:
         return
     with suppress(FileNotFoundError):
         meeting.socket.unlink()  # the lock says that nobody listens there
-    os.umask(0o077)
+    os.umask(0o177)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(meeting.socket))
     listener.listen(128)
     if os.fork():
         os._exit(0)
     os.setsid()
+    os.pwrite(lock, f"{os.getpid():<10}\n".encode(), 0)  # for people who look for it
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

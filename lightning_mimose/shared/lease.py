@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from lightning_mimose.budget import format_bytes
+from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.baton import BATON, SLICE_SECONDS, Runner
 from lightning_mimose.shared.broker import Broker
 from lightning_mimose.shared.refusals import no_room_error
@@ -47,7 +48,10 @@ class Lease:
         self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
-        broker.join(job, weight)
+        try:
+            broker.join(job, weight)
+        except ValueError as error:
+            raise SharedBudgetError(f"{error} Give this one another name.") from error
         try:
             if self._runner is not None:
                 BATON.enter(self._runner)

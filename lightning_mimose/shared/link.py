@@ -35,6 +35,8 @@ class Link:
         self._pending: dict[str, Any] | None = None
         """What was asked and neither answered nor, if the answer was to wait, granted."""
         self._answer: Any = None
+        self._number = 0
+        """Of what was asked last: an answer to what an earlier coordinator was asked is none to this."""
         self._granted: int | None = None
         self._waits = False
         self._failed: SharedBudgetError | None = None
@@ -64,6 +66,8 @@ class Link:
             SharedBudgetError: There is no coordinator, and none could be started.
         """
         with self._changed:
+            self._number += 1
+            message["n"] = self._number
             self._granted, self._answer, self._pending = None, None, message
             self._send(message)
             self._changed.wait_for(lambda: self._answer is not None or self._failed is not None)
@@ -185,6 +189,8 @@ class Link:
 
     def _heard(self, message: dict[str, Any]) -> None:
         with self._changed:
+            if message.get("n", self._number) != self._number:
+                return
             if "answer" in message and self._waits:
                 # What was asked of an earlier coordinator was asked anew of this one.
                 reach, _, refused, _ = message["answer"]
@@ -222,15 +228,19 @@ class Link:
             self._send(self._pending)
 
     def _connect(self, state: dict[str, Any] | None = None) -> socket.socket:
-        connection = connect(self._meeting)
-        try:
-            said = ask_once(connection, {**self._hello, "state": state})
-            raise_error(said, self._meeting, self._hello)
-        except BaseException:
-            connection.close()
-            raise
-        connection.settimeout(None)
-        return connection
+        while True:
+            connection = connect(self._meeting)
+            try:
+                said = ask_once(connection, {**self._hello, "state": state})
+                raise_error(said, self._meeting, self._hello)
+            except OSError:  # that one died as well, or was about to end
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                connection.settimeout(None)
+                return connection
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # the thread that hears will notice, and say everything anew

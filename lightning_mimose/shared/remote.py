@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.bank import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.link import Link
@@ -30,6 +32,7 @@ class RemoteBroker:
         self._peek = {"op": "peek", "version": VERSION, "budget": budget_bytes, "device": device}
         self.budget_bytes = int(self._ask_once()["budget"])
         self._links: dict[str, Link] = {}
+        self._latest: dict[str, Any] = {"held": [], "waits": []}
         self._asked: dict[str, tuple[Claim | None, int]] = {}
 
     def join(self, job: str, weight: float) -> None:
@@ -40,6 +43,9 @@ class RemoteBroker:
         """Close it."""
         link = self._links.pop(job, None)
         if link is not None:
+            if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
+                with suppress(SharedBudgetError):
+                    self._latest = link.request(op="history")
             link.close()
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
@@ -127,11 +133,13 @@ class RemoteBroker:
 
     def history(self) -> dict[str, Any]:
         """The ledger, as plain data."""
-        found: dict[str, Any] = self._ask_once(history=True)["answer"]
-        return found
+        link = next(iter(self._links.values()), None)
+        return self._latest if link is None else dict(link.request(op="history"))
 
-    def _ask_once(self, **more: Any) -> dict[str, Any]:
-        with connect(self._meeting) as connection:
-            said = ask_once(connection, self._peek | more)
+    def _ask_once(self) -> dict[str, Any]:
+        said: dict[str, Any] | None = None
+        while said is None:
+            with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
+                said = ask_once(connection, self._peek)
         raise_error(said, self._meeting, self._peek)
         return said
