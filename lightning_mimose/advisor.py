@@ -95,6 +95,7 @@ class StepView:
         timeline: What it holds.
         margin_bytes: What plans leave free.
         least_bytes: The least budget that is sure to do.
+        wants_bytes: What it would take if nothing were saved.
         trusted: Whether plans are made for it.
         routes: Plan -> what was worked out for it by those who let steps wait for each other.
     """
@@ -103,6 +104,7 @@ class StepView:
     timeline: Timeline
     margin_bytes: int
     least_bytes: int
+    wants_bytes: int
     trusted: bool
     routes: dict[Any, Any]
 
@@ -368,7 +370,8 @@ class Advisor:
             timeline = self._timeline(prediction, resident)
             least, trusted = self.sure_bytes(timeline), prediction.trusted
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
-            self._actual_peaks[slot] = StepView(prediction.structure, timeline, margin, least, trusted, {})
+            wants = timeline.peak_bytes({}) + margin
+            self._actual_peaks[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
         view: StepView = self._actual_peaks[slot]
         return view
 

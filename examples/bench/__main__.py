@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|frontier|largest|all` from the folder `examples`.
+"""The benchmark: `python -m bench held|used|exact|cheap|frontier|largest|shared|all` from the folder `examples`.
 
 Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, held, largest, used
+from bench import cheap, exact, frontier, held, largest, shared, used
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "largest")
+QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "largest", "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier: budgets, of activation memory")
     parser.add_argument("--menus", default="all,recompute", help="frontier: which actions plans may use")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument("--parts", default="schedules,cost,compare,largest,kills", help="shared: what to look at")
+    parser.add_argument("--kills", type=int, default=200, help="shared: how many trainings are killed")
     given = parser.parse_args(argv)
     quiet()
     torch.set_num_threads(2)
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "used": lambda: used.rows(names, given.steps),
         "exact": lambda: exact.rows(names),
         "cheap": lambda: cheap.rows(),
+        "shared": lambda: shared.rows(given.parts, given.kills),
         "frontier": lambda: frontier.rows(
             [n for n in names if n in LARGE],
             given.steps,

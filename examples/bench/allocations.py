@@ -13,6 +13,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SLOTS = 4096
@@ -20,24 +22,15 @@ BYTES = 16 + 16 * SLOTS
 
 
 class Board:
-    """A board to be counted on; give `environment` to the processes.
+    """A board to be counted on.
 
-    Raises:
-        RuntimeError: There is no C compiler, or no LD_PRELOAD on this system.
+    Args:
+        path: Its file; None for the one that this process is counted on.
     """
 
-    def __init__(self) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None or os.name != "posix" or not os.path.exists("/proc"):
-            raise RuntimeError("The true memory of several processes is counted by a few lines of C, on Linux: no cc.")
-        self._folder = tempfile.TemporaryDirectory(prefix="allocations-")
-        library, self._path = (Path(self._folder.name) / name for name in ("allocations.so", "board"))
-        source = Path(__file__).with_suffix(".c")
-        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
-        self._path.write_bytes(bytes(BYTES))
-        self._file = self._path.open("r+b")
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._file = open(path or os.environ["ALLOCATIONS_FILE"], "r+b")  # noqa: SIM115
         self._board = mmap.mmap(self._file.fileno(), BYTES)
-        self.environment = {"LD_PRELOAD": str(library), "ALLOCATIONS_FILE": str(self._path)}
 
     @property
     def live_bytes(self) -> int:
@@ -63,8 +56,20 @@ class Board:
                 return int(live)
         return 0
 
-    def close(self) -> None:
-        """Forget it."""
-        self._board.close()
-        self._file.close()
-        self._folder.cleanup()
+
+@contextmanager
+def counted() -> Iterator[dict[str, str]]:
+    """The environment in which processes are counted on one board.
+
+    Raises:
+        RuntimeError: There is no C compiler, or no LD_PRELOAD on this system.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not os.path.exists("/proc"):
+        raise RuntimeError("The true memory of several processes is counted by a few lines of C, on Linux: no cc here.")
+    with tempfile.TemporaryDirectory(prefix="allocations-") as folder:
+        library, path = (Path(folder) / name for name in ("allocations.so", "board"))
+        source = Path(__file__).with_suffix(".c")
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
+        path.write_bytes(bytes(BYTES))
+        yield {"LD_PRELOAD": str(library), "ALLOCATIONS_FILE": str(path)}

@@ -55,7 +55,8 @@ def draw_shared(report: SharedReport, directory: Path) -> Path:
     axes.set_xlabel("seconds (bars below: waiting)")
     axes.set_ylabel("granted, MB")
     axes.set_title("Jobs in a shared budget", loc="left")
-    axes.legend(loc="upper right", fontsize="small", framealpha=0.9)
+    if jobs:
+        axes.legend(loc="upper right", fontsize="small", framealpha=0.9)
     path = directory / "shared.png"
     axes.figure.savefig(os.fspath(path))
     return path

@@ -249,7 +249,7 @@ class Bank:
     @property
     def waiting(self) -> tuple[str, ...]:
         """The jobs that wait, in the order in which they are served."""
-        return tuple(sorted(self._waiting, key=self._clock.tag))
+        return tuple(sorted(self._waiting, key=self._clock.tag)) if self._waiting else ()
 
     def is_safe(self) -> bool:
         """Whether every step under way can be run to its end, in some order."""

@@ -77,6 +77,8 @@ class LocalBroker:
         self.budget_bytes = budget_bytes
         self._counter = Counter(budget_bytes)
         self._changed = threading.Condition()
+        self._places: dict[str, int] = {}
+        """Job -> the stretch that its step is in; the counter is told when somebody wants to know."""
 
     def join(self, job: str, weight: float) -> None:
         """Open an account."""
@@ -86,12 +88,14 @@ class LocalBroker:
     def leave(self, job: str) -> None:
         """Close it."""
         with self._changed:
+            self._places.pop(job, None)
             self._counter.leave(job)
             self._tell()
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
         with self._changed:
+            self._catch_up()
             verdict = self._counter.settle(job, rest_bytes, patient=patient)
             self._tell()
             return verdict
@@ -99,16 +103,20 @@ class LocalBroker:
     def build(self, job: str) -> Verdict:
         """Ask for all the room there is."""
         with self._changed:
+            self._catch_up()
             return self._counter.build(job)
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         with self._changed:
+            self._catch_up()
+            self._places[job] = 0
             return self._counter.begin(job, claim, rest_bytes)
 
     def ask(self, job: str) -> Verdict:
         """Ask for more of it."""
         with self._changed:
+            self._catch_up()
             return self._counter.ask(job)
 
     def wait(self, job: str) -> int:
@@ -119,13 +127,15 @@ class LocalBroker:
 
     def advance(self, job: str, at: int) -> None:
         """The step has come to a boundary."""
-        with self._changed:
-            self._counter.advance(job, at)
-            self._tell()
+        self._places[job] = at
+        if self._counter.bank.waiting:
+            with self._changed:
+                self._catch_up()
 
     def end(self, job: str) -> None:
         """The step is over."""
         with self._changed:
+            self._places.pop(job, None)
             self._counter.end(job)
             self._tell()
 
@@ -136,9 +146,8 @@ class LocalBroker:
     def plan_bytes(self, job: str, least_bytes: int = 0, wants_bytes: int = 0) -> int:
         """What the job may plan its next step with."""
         with self._changed:
-            return self._counter.plan_bytes(
-                job, together=self.together, least_bytes=least_bytes, wants_bytes=wants_bytes
-            )
+            self._counter.wish(job, least_bytes, wants_bytes)
+            return self._counter.plan_bytes(job, together=self.together)
 
     def room_bytes(self, job: str) -> int:
         """What a step of the job may take at most."""
@@ -154,6 +163,11 @@ class LocalBroker:
         """The ledger, as plain data."""
         with self._changed:
             return self._counter.ledger.to_dict()
+
+    def _catch_up(self) -> None:
+        for job, at in self._places.items():
+            self._counter.advance(job, at)
+        self._tell()
 
     def _tell(self) -> None:
         if self._counter.answers:

@@ -38,6 +38,8 @@ class Caller:
         self.out = b""
         self.alone = False
         """Whether it was told that nobody else is there: it then holds the whole budget, and asks for nothing."""
+        self.wanted = False
+        """Whether it was told that somebody waits, so that it says what it gives back within a step."""
         self.standing = False
         """Whether it still does: what it was told is recalled, and it has not given it back yet."""
 
@@ -204,7 +206,8 @@ class Coordinator:
             pass
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
-            self._verdict(caller, message, counter.begin(job, claim, int(message["rest"])))
+            verdict = counter.begin(job, claim, int(message["rest"]))
+            self._verdict(caller, message, verdict, plan=self._plan(job))
         elif op == "ask":
             self._verdict(caller, message, counter.ask(job))
         elif op == "advance":
@@ -217,8 +220,8 @@ class Coordinator:
             self._verdict(caller, message, counter.build(job))
         elif op == "plan":
             least, wants = int(message["least"]), int(message["wants"])
-            plan = counter.plan_bytes(job, together=True, least_bytes=least, wants_bytes=wants)
-            self._say(caller, {"n": message["n"], "answer": [plan, counter.bank.room_bytes(job)]})
+            counter.wish(job, least, wants)
+            self._say(caller, {"n": message["n"], "answer": self._plan(job)})
         elif op == "others":
             self._say(caller, {"n": message["n"], "answer": counter.others(job)})
         elif op == "history":
@@ -226,10 +229,13 @@ class Coordinator:
         else:
             raise ValueError(f"there is no {op!r}")
 
-    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict) -> None:
-        self._say(
-            caller, {"n": message["n"], "answer": [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]}
-        )
+    def _plan(self, job: str) -> list[int]:
+        assert self._counter is not None
+        return [self._counter.plan_bytes(job, together=True), self._counter.bank.room_bytes(job)]
+
+    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict, **more: Any) -> None:
+        answer = [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]
+        self._say(caller, {"n": message["n"], "answer": answer, **more})
 
     def _tell(self) -> None:
         """Say what has changed for others meanwhile."""
@@ -242,7 +248,13 @@ class Coordinator:
             if caller is not None:
                 with suppress(OSError):  # it is dropped when it is read from next
                     self._say(caller, {"granted": reach})
+        waiting = counter.bank.waiting
         for job, caller in self._callers.items():
+            wanted = bool(waiting) and waiting != (job,)
+            if wanted != caller.wanted:
+                caller.wanted = wanted
+                with suppress(OSError):
+                    self._say(caller, {"wanted": wanted})
             if caller.alone and not counter.alone(job):
                 caller.alone = False
                 with suppress(OSError):

@@ -48,7 +48,7 @@ class Counter:
         account = self.bank.accounts[job]
         account.rest_bytes, account.least_bytes = rest_bytes, least_bytes
         account.claim, account.at, account.reach, account.began = claim, at, reach, time.time()
-        self._note(time.time(), job)
+        self._note(time.time())
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """See `Bank.begin`."""
@@ -62,8 +62,9 @@ class Counter:
     def advance(self, job: str, at: int) -> None:
         """See `Bank.advance`."""
         self.bank.advance(job, at)
-        self._note(time.time(), job)
-        self._serve()
+        if self.bank.waiting:  # nobody asks otherwise, and a step has many stops
+            self._note(time.time())
+            self._serve()
 
     def end(self, job: str) -> None:
         """See `Bank.end`."""
@@ -71,7 +72,7 @@ class Counter:
         self.answers.pop(job, None)
         self.bank.end(job, now)
         self.ledger.waits_no_more(now, job)
-        self._note(now, job)
+        self._note(now)
         self._serve()
 
     def leave(self, job: str) -> None:
@@ -81,18 +82,19 @@ class Counter:
         self.ledger.gone(time.time(), job)
         self._serve()
 
-    def plan_bytes(self, job: str, *, together: bool, least_bytes: int = 0, wants_bytes: int = 0) -> int:
+    def wish(self, job: str, least_bytes: int, wants_bytes: int) -> None:
+        """Say what a job's next step needs at least, and what it would take if it saved nothing."""
+        account = self.bank.accounts[job]
+        account.least_bytes = max(account.least_bytes, least_bytes)
+        account.wants_bytes = wants_bytes
+
+    def plan_bytes(self, job: str, *, together: bool) -> int:
         """What a job may plan its next step with.
 
         Args:
             job: The job.
             together: Whether jobs compute at the same time, so that waiting costs more than saving memory.
-            least_bytes: What the step needs at least.
-            wants_bytes: What it would take if it saved nothing.
         """
-        account = self.bank.accounts[job]
-        account.least_bytes = max(account.least_bytes, least_bytes)
-        account.wants_bytes = wants_bytes
         room = self.bank.room_bytes(job)
         return min(room, self.bank.share_bytes(job)) if together else room
 
@@ -125,13 +127,14 @@ class Counter:
     def _noted(self, job: str, verdict: Verdict) -> Verdict:
         now = time.time()
         if verdict.reach:
-            self._note(now, job)
+            self._note(now)
         elif not verdict.refused:
             self.ledger.waits_from(now, job)
         return verdict
 
-    def _note(self, now: float, job: str) -> None:
-        self.ledger.note(now, job, self.bank.accounts[job].state[0])
+    def _note(self, now: float) -> None:
+        # All of them: that a step gave something back on its way is only noted when it matters.
+        self.ledger.note({job: account.state[0] for job, account in self.bank.accounts.items()}, now)
 
     def _serve(self) -> None:
         if not self.bank.waiting:
@@ -140,4 +143,4 @@ class Counter:
         for job, reach in self.bank.poll(now).items():
             self.answers[job] = reach
             self.ledger.waits_no_more(now, job)
-            self._note(now, job)
+            self._note(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 MOST = 50_000
@@ -23,11 +24,13 @@ class Ledger:
         self._latest: dict[str, int] = {}
         self._since: dict[str, float] = {}
 
-    def note(self, now: float, job: str, held_bytes: int) -> None:
-        """A job may hold so much from now on."""
-        if self._latest.get(job) != held_bytes:
-            self._latest[job] = held_bytes
-            self.held.append((now, job, held_bytes))
+    def note(self, levels: Mapping[str, int], now: float) -> None:
+        """From now on jobs may hold so much, in bytes; what is given back comes before what is granted of it."""
+        latest = self._latest
+        changed = {job: size - latest.get(job, 0) for job, size in levels.items() if latest.get(job) != size}
+        for job in sorted(changed, key=changed.__getitem__):
+            latest[job] = levels[job]
+            self.held.append((now, job, levels[job]))
 
     def waits_from(self, now: float, job: str) -> None:
         """A job begins to wait."""
@@ -42,7 +45,7 @@ class Ledger:
     def gone(self, now: float, job: str) -> None:
         """A job has left."""
         self.waits_no_more(now, job)
-        self.note(now, job, 0)
+        self.note({job: 0}, now)
         self._latest.pop(job, None)
 
     def to_dict(self) -> dict[str, Any]:

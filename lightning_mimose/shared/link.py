@@ -45,7 +45,9 @@ class Link:
         self._rest_bytes = self._least_bytes = 0
         self._claim: Claim | None = None
         self._at = self._reach = 0
-        self.alone = False
+        self.alone = self.wanted = False
+        self.plan: tuple[int, int] | None = None
+        """What the next step may be planned with, and its room, as of the last answer."""
         self._alone_in_step = False
         self._file = own_file(meeting, job)
         try:
@@ -117,7 +119,8 @@ class Link:
         with self._changed:
             if self._claim is not None:
                 self._at = max(self._at, min(at, self._reach - 1))
-                self._send({"op": "advance", "at": at})
+                if self.wanted:
+                    self._send({"op": "advance", "at": self._at})
 
     def end(self) -> None:
         """The step is over."""
@@ -200,6 +203,12 @@ class Link:
                 self._answer = message["answer"]
             if "granted" in message and self._pending is not None:
                 self._granted, self._pending = int(message["granted"]), None
+            if "plan" in message:
+                self.plan = (int(message["plan"][0]), int(message["plan"][1]))
+            if "wanted" in message:
+                self.wanted = bool(message["wanted"])
+                if self.wanted and self._claim is not None and not self._alone_in_step:
+                    self._send({"op": "advance", "at": self._at})
             if "alone" in message:
                 self.alone = bool(message["alone"])
                 if not self.alone and not self._alone_in_step:
@@ -214,7 +223,8 @@ class Link:
         self._socket.close()
         if self._alone_in_step:  # to another coordinator that is a step like any other
             self._claim, self._at, self._reach = Claim.of([self._budget_bytes]), 0, 1
-        self.alone = self._alone_in_step = False
+        self.alone = self.wanted = self._alone_in_step = False
+        self.plan = None
         self._socket = self._connect(
             {
                 "rest": self._rest_bytes,

@@ -32,6 +32,7 @@ class RemoteBroker:
         self._peek = {"op": "peek", "version": VERSION, "budget": budget_bytes, "device": device}
         self.budget_bytes = int(self._ask_once()["budget"])
         self._links: dict[str, Link] = {}
+        self._wishes: dict[str, tuple[int, int]] = {}
         self._latest: dict[str, Any] = {"held": [], "waits": []}
         self._asked: dict[str, tuple[Claim | None, int]] = {}
 
@@ -73,6 +74,8 @@ class RemoteBroker:
             return Verdict(len(claim), self.budget_bytes)
         verdict = Verdict(*link.request(op="begin", needs=list(claim.needs), rest=rest_bytes))
         self._asked[job] = (claim, rest_bytes)
+        if verdict.refused:
+            self._wishes.pop(job, None)  # what was said last is not true any more
         if verdict.reach:
             link.began(claim, rest_bytes, verdict.reach)
         return verdict
@@ -115,15 +118,23 @@ class RemoteBroker:
 
     def plan_bytes(self, job: str, least_bytes: int = 0, wants_bytes: int = 0) -> int:
         """What the job may plan its next step with."""
-        self._links[job].needs_at_least(least_bytes)
-        if self._links[job].alone:
+        link = self._links[job]
+        link.needs_at_least(least_bytes)
+        if link.alone:
             return self.budget_bytes
-        return int(self._links[job].request(op="plan", least=least_bytes, wants=wants_bytes)[0])
+        wish = (least_bytes, wants_bytes)
+        plan = link.plan
+        if plan is None or self._wishes.get(job) != wish:
+            found = link.request(op="plan", least=least_bytes, wants=wants_bytes)
+            plan = link.plan = (int(found[0]), int(found[1]))
+            self._wishes[job] = wish
+        return plan[0]
 
     def room_bytes(self, job: str) -> int:
         """What a step of the job may take at most."""
         if self._links[job].alone:
             return self.budget_bytes
+        self._wishes.pop(job, None)
         return int(self._links[job].request(op="plan", least=0, wants=0)[1])
 
     def others(self, job: str) -> dict[str, int]:

@@ -46,8 +46,7 @@ class Tenancy:
         if view is None or not view.trusted:
             self._advisor.budget_bytes = self._lease.room_bytes()
         else:
-            wants = view.timeline.peak_bytes({}) + view.margin_bytes
-            self._advisor.budget_bytes = self._lease.plan_bytes(view.least_bytes, wants)
+            self._advisor.budget_bytes = self._lease.plan_bytes(view.least_bytes, view.wants_bytes)
 
     def begin(self, step: Step, rest_bytes: int) -> bool:
         """Wait until a step that was planned may begin.
@@ -72,8 +71,10 @@ class Tenancy:
     def _route(self, step: Step) -> Route:
         allowed, session = self._advisor.budget_bytes, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
-        view = None if step.sheltered or step.retried or beside else self._advisor.step_view(step.size, step.resident)
-        if view is None or self._lease.alone:
+        if step.sheltered or step.retried or beside or self._lease.alone:
+            return Route.whole(allowed)
+        view = self._advisor.step_view(step.size, step.resident)
+        if view is None:
             return Route.whole(allowed)
         key = (frozenset(step.actions.items()), allowed)
         if key not in view.routes:

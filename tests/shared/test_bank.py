@@ -101,7 +101,9 @@ def test_a_newcomer_waits_for_a_leaver_and_does_not_hold_the_others_up():
     bank.join("a")
     bank.settle("a", 20, least_bytes=70)
     bank.join("b")
-    assert bank.settle("b", 40).reach == 0  # a could not go on
+    assert bank.settle("b", 40).full  # a could not go on
+    assert bank.poll(0.0) == {"b": 0}
+    assert bank.settle("b", 40, patient=True).reach == 0
     assert bank.begin("a", Claim.of([70]), 20, 0.0).reach == 1
     bank.end("a", 1.0)
     assert bank.poll(1.0) == {}
