@@ -298,6 +298,8 @@ def main(name: str, base: str) -> None:
     try:
         Coordinator(meeting, listener).run()
     finally:
+        for path in meeting.jobs.glob("*"):
+            is_locked(path)  # a job that was killed leaves its file
         for path in (meeting.socket, meeting.lock):
             with suppress(OSError):
                 path.unlink()

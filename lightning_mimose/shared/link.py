@@ -14,6 +14,9 @@ from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.reach import ask_once, connect, own_file, raise_error
 from lightning_mimose.shared.wire import VERSION, Lines, Meeting, encode
 
+MOST_ATTEMPTS = 20
+"""Coordinators that may die in a row on being spoken to."""
+
 
 class Link:
     """One job's connection to the coordinator; its thread hears what comes, and finds another coordinator if it dies.
@@ -238,7 +241,7 @@ class Link:
             self._send(self._pending)
 
     def _connect(self, state: dict[str, Any] | None = None) -> socket.socket:
-        while True:
+        for _ in range(MOST_ATTEMPTS):
             connection = connect(self._meeting)
             try:
                 said = ask_once(connection, {**self._hello, "state": state})
@@ -251,6 +254,10 @@ class Link:
             else:
                 connection.settimeout(None)
                 return connection
+        raise SharedBudgetError(
+            f"{MOST_ATTEMPTS} coordinators of the shared budget {self._meeting.name!r} died, one after the other, when "
+            f"job {self.job!r} spoke to them. Look for what ends them: a limit of memory or processes."
+        )
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # the thread that hears will notice, and say everything anew

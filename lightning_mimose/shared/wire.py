@@ -97,13 +97,15 @@ def lock_file(path: Path, *, wait: bool = False) -> int | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a file is there and somebody keeps it locked."""
+    """Whether a file is there and somebody keeps it locked; one that nobody does is removed."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            path.unlink()
     except BlockingIOError:
         return True
     finally:

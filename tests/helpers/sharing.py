@@ -49,9 +49,9 @@ def train(
 
 
 def start(name: str, budget: int, seed: int, steps: int) -> subprocess.Popen[str]:
-    """A training in another process, ready to begin."""
+    """A training in another process, which says when it is ready to begin."""
     root = Path(__file__).parents[2]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.shared.training", name, str(budget), str(seed), str(steps)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -59,8 +59,6 @@ def start(name: str, budget: int, seed: int, steps: int) -> subprocess.Popen[str
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )
-    assert said(process) == "ready"
-    return process
 
 
 def said(process: subprocess.Popen[str]) -> str:
@@ -70,7 +68,8 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 def go(process: subprocess.Popen[str]) -> None:
-    """Let it begin."""
+    """Let it begin, as soon as it is ready."""
+    assert said(process) == "ready"
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
