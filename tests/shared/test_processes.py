@@ -86,7 +86,7 @@ def test_processes_end_as_they_would_alone_and_a_killed_one_gives_back_at_once(n
     report = shared.report()
     assert report.highest_bytes <= budget
     held = report.stacked()[-1][1]
-    assert len(held) == 4
+    assert len(held) >= 4
     assert [job for job, size in held.items() if size] == ["keeper"]
     keeper.leave("keeper")
 
