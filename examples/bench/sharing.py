@@ -167,9 +167,9 @@ def largest(given: dict[str, Any]) -> dict[str, Any]:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    limit = 16 * 64
-    one = search(alone, 8, limit)
-    two = search(both, int(0.9 * one), one + 4)
+    one = search(alone, 8, 128 * given["times"])
+    # From there down: two that fit are expected to be as large, or a row or two smaller.
+    two = next(rows for rows in range(one, 0, -1) if both(rows))
     return {"budget": budget, "alone": one, "each": two, "true_peak": worst}
 
 
