@@ -11,6 +11,7 @@ from lightning_mimose.errors import (
     MimoseError,
     PlanError,
     RecomputeError,
+    SharedBudgetError,
     SizeError,
     UnitsError,
     UnsupportedError,
@@ -26,6 +27,7 @@ from lightning_mimose.plugin.strategies import (
 )
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.report.report import Report
+from lightning_mimose.shared.budget import SharedBudget
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,8 @@ __all__ = [
     "PlanError",
     "RecomputeError",
     "Report",
+    "SharedBudget",
+    "SharedBudgetError",
     "SizeError",
     "StepRecord",
     "UnitsError",

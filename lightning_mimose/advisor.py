@@ -25,7 +25,7 @@ from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.predict.structure import CallShape, Resident
+from lightning_mimose.predict.structure import CallShape, Resident, Structure
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker
 
@@ -88,6 +88,29 @@ class Holds:
     least_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class StepView:
+    """What is known about the step of one batch size.
+
+    Attributes:
+        structure: Its shape.
+        timeline: What it holds.
+        margin_bytes: What plans leave free.
+        least_bytes: The least budget that is sure to do.
+        wants_bytes: What it would take if nothing were saved.
+        trusted: Whether plans are made for it.
+        routes: Plan -> what was worked out for it by those who let steps wait for each other.
+    """
+
+    structure: Structure
+    timeline: Timeline
+    margin_bytes: int
+    least_bytes: int
+    wants_bytes: int
+    trusted: bool
+    routes: dict[Any, Any]
+
+
 class Advisor:
     """Learns from measured steps and answers with plans.
 
@@ -136,6 +159,7 @@ class Advisor:
         self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actual_peaks: dict[Any, int] = {}
+        self._views: dict[tuple[BatchSize, Resident], StepView] = {}
 
     def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         """The plan for a batch.
@@ -338,12 +362,29 @@ class Advisor:
             self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
         return self._actual_peaks[slot]
 
+    def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
+        """What a batch's step looks like; None before anything is known about its size."""
+        slot = (size, resident)
+        if slot not in self._views:
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None:
+                return None
+            timeline = self._timeline(prediction, resident)
+            least, trusted = self.sure_bytes(timeline), prediction.trusted
+            margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
+            wants = timeline.peak_bytes({}) + margin
+            if len(self._views) >= KNOWN_PEAKS:
+                self._views.clear()
+            self._views[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
+        return self._views[slot]
+
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""
         if units != self.left_out:
             self.left_out = set(units)
             self.planner.forget()
             self._actual_peaks.clear()
+        self._views.clear()
 
     def most_saving(self, size: BatchSize, resident: Resident) -> Advice:
         """The plan with the least peak, as far as it is known; no plan means the shelter."""
@@ -383,6 +424,7 @@ class Advisor:
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self.planner.forget()
         self._actual_peaks.clear()
+        self._views.clear()
 
     def verify(
         self, size: BatchSize, resident: Resident, plan: Plan, predicted_bytes: int, measured_bytes: int
@@ -406,6 +448,7 @@ class Advisor:
             return
         self.planner.forget()
         self._actual_peaks.clear()
+        self._views.clear()
         prediction = self.estimator.predict(dict(size.dims))
         if self._inputs_die:
             self._inputs_die = False  # and for good: something holds inputs that looked free
@@ -428,6 +471,7 @@ class Advisor:
         self.estimator = Estimator()
         self.planner.forget()
         self._actual_peaks.clear()
+        self._views.clear()
         self._inputs_die = None
 
     def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:

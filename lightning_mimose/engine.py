@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advisor import Advice, Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
-from lightning_mimose.budget import Budget, device_memory, format_bytes, parse_budget
+from lightning_mimose.budget import device_memory, format_bytes, parse_budget
 from lightning_mimose.consensus import Consensus
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
 from lightning_mimose.lessons import Lessons
@@ -40,6 +41,8 @@ from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
+from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
+from lightning_mimose.shared.tenancy import Tenancy
 from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
 from lightning_mimose.trials import Trials
@@ -55,7 +58,7 @@ class Engine:
 
     Args:
         model: The model whose submodules are planned.
-        budget: What `parse_budget` takes.
+        budget: What `parse_budget` takes, or one that several trainings share.
         units: Patterns that name the units; None finds them.
         size_fn: Batch -> size; None reads the dimensions of its tensors.
         actions: Names of the actions that plans may use; None for those that pay on this device.
@@ -76,7 +79,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
-        budget: str | int | float,
+        budget: AnyBudget,
         units: Sequence[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: Sequence[str] | None = None,
@@ -98,8 +101,10 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
-        spec: Budget = parse_budget(budget)
-        budget_bytes = spec.resolve(self.memory, held_bytes=self._held_bytes())
+        if isinstance(budget, (SharedBudget, Job)):
+            budget_bytes = budget.resolve(self.device)
+        else:
+            budget_bytes = parse_budget(budget).resolve(self.memory, held_bytes=self._held_bytes())
         self.advisor = Advisor(
             budget_bytes,
             size_fn=size_fn,
@@ -118,6 +123,11 @@ class Engine:
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
         self.agreement = Agreement(ranks) if len(ranks) > 1 else None
         self._refuser = Refuser(self.advisor, on_infeasible)
+        self.tenancy: Tenancy | None = None
+        if isinstance(budget, (SharedBudget, Job)):
+            self.tenancy = Tenancy(*budget.open(self.device), self.advisor, self.session)
+            self._refuser.beside = self.tenancy.beside
+            weakref.finalize(self, self.tenancy.close)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         self._consensus = Consensus(self.advisor, self._refuser, self.session, self._attachment)
@@ -159,6 +169,8 @@ class Engine:
         with ExitStack() as last:  # each of these runs, whatever another one raises
             last.callback(self.advisor.planner.scheduler.close)
             last.callback(self._attachment.detach)
+            if self.tenancy is not None:
+                last.callback(self.tenancy.close)
             self.abort_step()
             if self.agreement is not None:
                 last.callback(self.agreement.close)
@@ -177,6 +189,8 @@ class Engine:
             f"{format_bytes(cost.state_bytes)}, temporaries {format_bytes(cost.transient_bytes)}"
         )
         least = self._update.peak_bytes(lasting)
+        if self.tenancy is not None:
+            self.tenancy.settle(least - cost.transient_bytes)
         self._refuse_together(self._refuser.update(lasting, self.ledger.gradient_bytes, least, parts))
 
     def _refuse_together(self, error: BudgetInfeasibleError | None) -> None:
@@ -222,6 +236,8 @@ class Engine:
         lasting = self.ledger.lasting_bytes() + data
         resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
         self._trials.limit_menu()
+        if self.tenancy is not None:
+            self.tenancy.allow(size, resident)
         advice, error = self.advisor.advise(size, resident, data), None
         if advice.infeasible:
             try:
@@ -243,6 +259,12 @@ class Engine:
         )
         self._step.unfilled_bytes = self.ledger.unfilled_bytes()
         self._arm(self._step)
+        lasts = resident.update_bytes - self._update.cost.transient_bytes
+        if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
+            self._clear(self._step)
+            self.begin_step(  # other jobs take more by now: plan anew
+                batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
+            )
 
     def _arm(self, step: Step) -> None:
         if step.sheltered or self._measures_planned_step(step):
@@ -289,6 +311,8 @@ class Engine:
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
         step.in_backward = True
+        if self.tenancy is not None:
+            self.tenancy.begin_backward()
         # LBFGS evaluates the loss again inside its update, which is then more than an update.
         step.evaluated_again = step.updating
         if step.gradients is not None and step.recorder is not None and step.measuring:
@@ -307,6 +331,8 @@ class Engine:
         measured = step.measuring
         self._finish_together(step)
         step.updating = True
+        if self.tenancy is not None:
+            self.tenancy.update()
         if measured:
             step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
@@ -361,6 +387,8 @@ class Engine:
         step.recorder = step.gradients = None
         self.session.disarm()
         self._step = None
+        if self.tenancy is not None:
+            self.tenancy.end()
         if self._attachment.has_news:
             self._attachment.take_refusals()
         self._trials.disarm()
@@ -442,6 +470,8 @@ class Engine:
             f"{len(step.actions)} units recomputed: {why}"
         )
         self._arm(step)
+        if self.tenancy is not None:
+            self.tenancy.again(step, step.resident.update_bytes - self._update.cost.transient_bytes)
         return True
 
     def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:

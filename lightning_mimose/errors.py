@@ -7,6 +7,7 @@
     ├── SizeError                a batch without tensors, or whose structure changed between batches
     ├── PlanError                a forced plan that names unknown units, actions, or nested units
     ├── RecomputeError           a unit that cannot be repeated, in a step that cannot be run again
+    ├── SharedBudgetError        a shared budget that cannot be joined: it contradicts itself, or its name is taken
     ├── DeviceMemoryError        the device ran out of memory all the same; also a torch.OutOfMemoryError
     └── UnsupportedError         a strategy or setting that the package refuses, by name
 
@@ -102,6 +103,10 @@ class DeviceMemoryError(MimoseError, torch.OutOfMemoryError):
 
 class UnsupportedError(MimoseError):
     """A strategy or setting the package does not support; the message names it and what to use instead."""
+
+
+class SharedBudgetError(MimoseError):
+    """A shared budget that cannot be joined: contradicting budgets or devices, a name that somebody else has taken."""
 
 
 _TEXTS = (

@@ -16,6 +16,7 @@ from lightning_mimose.engine import Engine
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
+from lightning_mimose.shared.budget import AnyBudget
 
 
 class Mimose:
@@ -23,7 +24,7 @@ class Mimose:
 
     Args:
         model: Any module; its submodules are planned.
-        budget: `"8GB"`, `"8GiB"`, bytes, a share of the device (`0.8`, `"80%"`) or `"auto"`.
+        budget: `"8GB"`, `"8GiB"`, bytes, a share of the device (`0.8`, `"80%"`) or `"auto"`; or a `SharedBudget`.
         optimizer: Stepped by `step`; None to only run forward and backward.
         loss_fn: Called as `loss_fn(model, batch)`; by default the model is called with the batch (a mapping by
             keyword, a sequence by position) and its `loss`, its first element, or itself is the loss.
@@ -53,7 +54,7 @@ class Mimose:
         self,
         model: nn.Module,
         *,
-        budget: str | int | float = "auto",
+        budget: AnyBudget = "auto",
         optimizer: Optimizer | None = None,
         loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         units: Sequence[str] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 from lightning_mimose.advisor import Advisor, Holds
@@ -18,11 +19,15 @@ class Refuser:
     Args:
         advisor: What is known.
         on_infeasible: Which of the two.
+
+    Attributes:
+        beside: Says what other trainings in the same budget hold.
     """
 
     def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"]) -> None:
         self._advisor = advisor
         self._raises = on_infeasible == "raise"
+        self.beside: Callable[[], str] = str
 
     def update(
         self, lasting_bytes: int, gradient_bytes: int, least_bytes: int, parts: str
@@ -71,7 +76,7 @@ class Refuser:
         if self._raises:
             # A loop that goes on after the error must be refused again, not find the plan.
             self._advisor.planner.forget()
-            raise infeasible_error(budget, resident.total_bytes, sure, what)
+            raise infeasible_error(budget, resident.total_bytes, sure, what + self.beside())
         warnings.warn(
             f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan.", stacklevel=4
         )

@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|frontier|grades|largest|all` from the folder `examples`.
+"""The benchmark: `python -m bench held|used|exact|cheap|frontier|grades|largest|shared|all` from the folder `examples`.
 
 Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, grades, held, largest, used
+from bench import cheap, exact, frontier, grades, held, largest, shared, used
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "grades", "largest")
+QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "grades", "largest", "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="frontier, grades: how often each step is timed")
     parser.add_argument("--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier: budgets, of activation memory")
     parser.add_argument("--menus", default="all,recompute", help="frontier: which actions plans may use")
+    parser.add_argument("--parts", default="schedules,cost,compare,largest,kills", help="shared: what to look at")
+    parser.add_argument("--kills", type=int, default=200, help="shared: how many trainings are killed")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     given = parser.parse_args(argv)
     quiet()
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             menus=given.menus.split(","),
         ),
         "grades": lambda: grades.rows(names, given.steps, repeats=given.repeats),
+        "shared": lambda: shared.rows(given.parts, given.kills),
         "largest": lambda: largest.rows(
             [n for n in names if n in ("resnet50", "resnet101")] or ["resnet50", "resnet101"],
             given.repeats,

@@ -25,6 +25,7 @@ from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, 
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.shared.stops import Stops
 from lightning_mimose.units import Unit, is_compiled
 
 REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
@@ -59,6 +60,7 @@ class Session:
         split_tries: Units for which this step has the memory to try it.
         divisible: Units that can be split.
         indivisible: Unit -> why it cannot be.
+        stops: Where this step may have to wait for other jobs, if it may.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
     """
 
@@ -85,6 +87,7 @@ class Session:
     split_tries: set[str] = field(default_factory=set)
     divisible: set[str] = field(default_factory=set)
     indivisible: dict[str, str] = field(default_factory=dict)
+    stops: Stops | None = None
     learning_steps: int = 0
 
     def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
@@ -104,7 +107,7 @@ class Session:
 
     def disarm(self) -> None:
         """Let every unit run its own forward again."""
-        self.armed, self.recorder, self.inside, self.trial = False, None, 0, None
+        self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
         self.learning_steps = max(0, self.learning_steps - 1)
         self.given.clear()
 
@@ -165,6 +168,10 @@ class _Calls:
             session.untried.add(unit.name)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stops = self._session.stops
+        return self._act(args, kwargs) if stops is None else stops.call(self._name, self._act, args, kwargs)
+
+    def _act(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
         # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
         # saves as much as any.

@@ -34,6 +34,7 @@ from lightning_mimose.plugin.support import (
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
+from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -45,7 +46,7 @@ class MimoseCallback(Callback):
     Args:
         budget: `"8GB"` (10^9), `"8GiB"` (2^30), bytes, a share of the device (`0.8`, `"80%"`), or `"auto"`: what is
             free on the device when training starts. On an accelerator it bounds what the allocator reserves, on CPU
-            the live tensor bytes.
+            the live tensor bytes. Or a `SharedBudget` that several trainings keep together.
         units: fnmatch patterns on qualified names, or class names, of the submodules to plan; None finds them.
         size_fn: Batch -> int or named dimensions; None reads the dimensions of the batch's tensors.
         actions: Names of the actions plans may use; None for the exact ones that pay on this device.
@@ -78,7 +79,7 @@ class MimoseCallback(Callback):
 
     def __init__(
         self,
-        budget: str | int | float = "auto",
+        budget: AnyBudget = "auto",
         units: list[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: list[str] | None = None,
@@ -87,7 +88,8 @@ class MimoseCallback(Callback):
         on_oom: Literal["retry", "raise"] = "retry",
         host_budget: str | int | float | None = None,
     ) -> None:
-        parse_budget(budget)
+        if not isinstance(budget, (SharedBudget, Job)):
+            parse_budget(budget)
         if host_budget is not None:
             parse_budget(host_budget)
         check_actions(actions)
@@ -217,7 +219,7 @@ class MimoseCallback(Callback):
             f"{engine.memory.description}, {len(engine.units)} units found"
         )
 
-    def _open(self, trainer: Trainer, pl_module: LightningModule, budget: str | int | float) -> Engine:
+    def _open(self, trainer: Trainer, pl_module: LightningModule, budget: AnyBudget) -> Engine:
         engine = Engine(
             pl_module,
             budget=budget,
@@ -283,7 +285,8 @@ class MimoseCallback(Callback):
         self._engine.abort_step()  # a step that another hook skipped has no end
         if batch_idx == 0 and trained_parameters(pl_module) != self._trained:
             # Layers were frozen or unfrozen: what is saved, made and kept from now on is another matter.
-            budget = self._engine.budget_bytes
+            shared = isinstance(self.budget, (SharedBudget, Job))
+            budget = self.budget if shared else self._engine.budget_bytes
             self._close()
             self._open(trainer, pl_module, budget)
         self._engine.begin_step(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
+from lightning_mimose.shared.budget import AnyBudget
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -42,7 +44,7 @@ class MimoseStrategyMixin:
     def __init__(
         self,
         *args: Any,
-        budget: str | int | float = "auto",
+        budget: AnyBudget = "auto",
         units: list[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: list[str] | None = None,
@@ -60,7 +62,7 @@ class MimoseStrategyMixin:
         )
 
     @property
-    def mimose_budget(self) -> str | int | float:
+    def mimose_budget(self) -> AnyBudget:
         """The budget as it was given."""
         return self.mimose_callback.budget
 

@@ -358,6 +358,7 @@ class _Assembly:
             relief_bytes=np.concatenate([matrix, np.array(more_columns, dtype=np.int64).T], axis=1),
             shared=tuple(shared),
             labels=(*(p.label for p in structure.positions), *labels),
+            times=tuple(times),
         )
 
     def _others_spared(self, option: int, index: int, place: int) -> int:

@@ -67,6 +67,7 @@ class Timeline:
             there; negative where it raises them (a recomputation's working set).
         shared: Storages that several options would hold, each counted once.
         labels: One readable name per position.
+        times: When each position is, in ranks of the marks of a measured step; -1 for the update. Empty if not known.
 
     Example:
         >>> import numpy as np
@@ -88,6 +89,7 @@ class Timeline:
     relief_bytes: NDArray[np.int64]
     shared: tuple[SharedHold, ...]
     labels: tuple[str, ...]
+    times: tuple[int, ...] = ()
 
     @cached_property
     def option_index(self) -> dict[tuple[str, str], int]:

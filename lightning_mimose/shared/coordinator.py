@@ -1,0 +1,306 @@
+"""The coordinator: the counter for jobs of several processes, behind a socket.
+
+It runs in a bare Python process of its own, so that no training's interpreter has to be free for another one to go on,
+and its death is nobody's else. Whoever finds none starts one; it ends when its last job has left. A connection is a
+lease: when it breaks, all that its job held is free.
+
+If it dies, the first job that notices starts another one. That grants nothing before every job that is alive, which
+their locked files tell, has come back and said what it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from .bank import Verdict
+from .claim import Claim
+from .counter import Counter
+from .wire import VERSION, Lines, Meeting, encode, is_locked, lock_file, peer_uid
+
+LINGER_SECONDS = 1.0
+"""How long it stays when there is no job."""
+LOOK_SECONDS = 0.2
+"""How often it looks whether jobs that have not come back yet are alive."""
+
+
+class Caller:
+    """One connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lines = Lines()
+        self.job: str | None = None
+        self.out = b""
+        self.alone = False
+        """Whether it was told that nobody else is there: it then holds the whole budget, and asks for nothing."""
+        self.wanted = False
+        """Whether it was told that somebody waits, so that it says what it gives back within a step."""
+        self.standing = False
+        """Whether it still does: what it was told is recalled, and it has not given it back yet."""
+
+
+class Coordinator:
+    """Serves the jobs of one name.
+
+    Args:
+        meeting: Where.
+        listener: The socket, listening.
+    """
+
+    def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
+        self._meeting, self._listener = meeting, listener
+        self._counter: Counter | None = None
+        self._device = ""
+        self._callers: dict[str, Caller] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._missing = {path for path in meeting.jobs.glob("*") if is_locked(path)}
+        """Files of jobs that an earlier coordinator served, and that have not come back yet."""
+        self._asked_early: list[tuple[Caller, dict[str, Any]]] = []
+
+    def run(self) -> None:
+        """Serve until there has been no job for a while."""
+        empty_since = time.monotonic()
+        while True:
+            for key, events in self._selector.select(LOOK_SECONDS):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._talk(key.data, events)
+            if self._missing or self._asked_early:
+                self._look_for_missing()
+            now = time.monotonic()
+            if len(self._selector.get_map()) > 1 or self._missing:
+                empty_since = now
+            elif now - empty_since > LINGER_SECONDS:
+                return
+
+    # --- connections ------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            if peer_uid(connection) != os.getuid():
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, Caller(connection))
+
+    def _talk(self, caller: Caller, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(caller)
+            if events & selectors.EVENT_READ:
+                data = caller.connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionError
+                for message in caller.lines.feed(data):
+                    self._heard(caller, message)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            # Whoever breaks off, or talks nonsense, has lost its lease; nobody else is concerned.
+            if not isinstance(error, OSError):
+                with suppress(OSError):
+                    self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
+            self._drop(caller)
+
+    def _say(self, caller: Caller, message: dict[str, Any]) -> None:
+        caller.out += encode(message)
+        self._flush(caller)
+
+    def _flush(self, caller: Caller) -> None:
+        with suppress(BlockingIOError):
+            caller.out = caller.out[caller.connection.send(caller.out) :]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.out else 0)
+        self._selector.modify(caller.connection, wanted, caller)
+
+    def _drop(self, caller: Caller) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(caller.connection)
+        caller.connection.close()
+        if caller.job is not None and self._callers.get(caller.job) is caller:
+            del self._callers[caller.job]
+            assert self._counter is not None
+            self._counter.leave(caller.job)
+            with suppress(OSError):
+                self._meeting.file_of(caller.job).unlink()
+            self._tell()
+
+    # --- what is said -----------------------------------------------------------------------------------------
+
+    def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
+        if caller.job is None and message["op"] == "peek":
+            if self._agreed(caller, message):
+                assert self._counter is not None
+                self._say(caller, {"budget": self._counter.bank.budget_bytes})
+        elif caller.job is None:
+            self._welcome(caller, message)
+        elif self._missing and message["op"] not in ("advance", "end", "back"):
+            self._asked_early.append((caller, message))
+        else:
+            self._serve(caller, caller.job, message)
+        self._tell()
+
+    def _agreed(self, caller: Caller, message: dict[str, Any]) -> bool:
+        """Whether somebody means the same budget; says so if not. Nobody is bound by what earlier jobs had."""
+        budget, device = message.get("budget"), str(message["device"])
+        if message.get("version") != VERSION:
+            self._say(caller, {"error": "version", "text": str(VERSION)})
+            return False
+        if budget is not None and not self._callers and not self._missing:
+            same = self._counter is not None and self._counter.bank.budget_bytes == int(budget)
+            self._counter = self._counter if same else Counter(int(budget))
+            self._device = device
+        counter = self._counter
+        if counter is None and budget is not None:  # its predecessor's jobs have not come back yet
+            counter, self._device = Counter(int(budget)), device
+            self._counter = counter
+        if counter is None:
+            self._say(caller, {"error": "unknown"})
+            return False
+        if (budget is not None and int(budget) != counter.bank.budget_bytes) or device != self._device:
+            self._say(
+                caller,
+                {"error": "contradicts", "budget": counter.bank.budget_bytes, "device": self._device},
+            )
+            return False
+        return True
+
+    def _welcome(self, caller: Caller, message: dict[str, Any]) -> None:
+        job = str(message["job"])
+        if not self._agreed(caller, message):
+            return
+        counter = self._counter
+        assert counter is not None
+        if job in self._callers:
+            self._say(caller, {"error": "name"})
+            return
+        counter.join(job, float(message["weight"]))
+        caller.job, self._callers[job] = job, caller
+        self._missing.discard(self._meeting.file_of(job))
+        state = message.get("state")
+        if state is not None:
+            claim = Claim.of([int(need) for need in state["needs"]]) if state["needs"] else None
+            counter.restore(job, int(state["rest"]), int(state["least"]), claim, int(state["at"]), int(state["reach"]))
+        self._say(caller, {"budget": counter.bank.budget_bytes})
+
+    def _serve(self, caller: Caller, job: str, message: dict[str, Any]) -> None:
+        counter, op = self._counter, message["op"]
+        assert counter is not None
+        if caller.standing and op in ("back", "begin", "build", "settle"):
+            caller.standing = False
+            if op == "back":
+                counter.take_back(job, int(message["rest"]), int(message["least"]))
+            else:
+                counter.end(job)  # it has not heard yet that it need not ask
+                caller.alone = False
+                self._say(caller, {"alone": False})
+        if op == "back":
+            pass
+        elif op == "begin":
+            claim = Claim.of([int(need) for need in message["needs"]])
+            verdict = counter.begin(job, claim, int(message["rest"]))
+            self._verdict(caller, message, verdict, plan=self._plan(job))
+        elif op == "ask":
+            self._verdict(caller, message, counter.ask(job))
+        elif op == "advance":
+            counter.advance(job, int(message["at"]))
+        elif op == "end":
+            counter.end(job)
+        elif op == "settle":
+            self._verdict(caller, message, counter.settle(job, int(message["rest"]), patient=bool(message["patient"])))
+        elif op == "build":
+            self._verdict(caller, message, counter.build(job))
+        elif op == "plan":
+            least, wants = int(message["least"]), int(message["wants"])
+            counter.wish(job, least, wants)
+            self._say(caller, {"n": message["n"], "answer": self._plan(job)})
+        elif op == "others":
+            self._say(caller, {"n": message["n"], "answer": counter.others(job)})
+        elif op == "history":
+            self._say(caller, {"n": message["n"], "answer": counter.ledger.to_dict()})
+        else:
+            raise ValueError(f"there is no {op!r}")
+
+    def _plan(self, job: str) -> list[int]:
+        assert self._counter is not None
+        return [self._counter.plan_bytes(job, together=True), self._counter.bank.room_bytes(job)]
+
+    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict, **more: Any) -> None:
+        answer = [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]
+        self._say(caller, {"n": message["n"], "answer": answer, **more})
+
+    def _tell(self) -> None:
+        """Say what has changed for others meanwhile."""
+        counter = self._counter
+        if counter is None or self._missing:
+            return
+        while counter.answers:
+            job, reach = counter.answers.popitem()
+            caller = self._callers.get(job)
+            if caller is not None:
+                with suppress(OSError):  # it is dropped when it is read from next
+                    self._say(caller, {"granted": reach})
+        waiting = counter.bank.waiting
+        for job, caller in self._callers.items():
+            wanted = bool(waiting) and waiting != (job,)
+            if wanted != caller.wanted:
+                caller.wanted = wanted
+                with suppress(OSError):
+                    self._say(caller, {"wanted": wanted})
+            if caller.alone and not counter.alone(job):
+                caller.alone = False
+                with suppress(OSError):
+                    self._say(caller, {"alone": False})
+            elif not caller.alone and not caller.standing and counter.give_all(job):
+                caller.alone = caller.standing = True
+                with suppress(OSError):
+                    self._say(caller, {"alone": True})
+
+    def _look_for_missing(self) -> None:
+        self._missing = {path for path in self._missing if is_locked(path)}
+        if not self._missing:
+            waiting, self._asked_early = self._asked_early, []
+            for caller, message in waiting:
+                if caller.job is not None and self._callers.get(caller.job) is caller:
+                    self._serve(caller, caller.job, message)
+            self._tell()
+
+
+def main(name: str, base: str) -> None:
+    """Become the coordinator of a name, unless there is one; returns in the caller as soon as it can be reached."""
+    meeting = Meeting(name, base)
+    meeting.make()
+    lock = lock_file(meeting.lock)
+    if lock is None:
+        return
+    with suppress(FileNotFoundError):
+        meeting.socket.unlink()  # the lock says that nobody listens there
+    os.umask(0o177)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(meeting.socket))
+    listener.listen(128)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.pwrite(lock, f"{os.getpid():<10}\n".encode(), 0)  # for people who look for it
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.chdir("/")
+    try:
+        Coordinator(meeting, listener).run()
+    finally:
+        for path in meeting.jobs.glob("*"):
+            is_locked(path)  # a job that was killed leaves its file
+        for path in (meeting.socket, meeting.lock):
+            with suppress(OSError):
+                path.unlink()
+        meeting.remove()

@@ -1,0 +1,211 @@
+"""One job's lease: its turn to run, and what it may hold."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+import torch
+
+from lightning_mimose.budget import format_bytes
+from lightning_mimose.errors import SharedBudgetError
+from lightning_mimose.shared.baton import BATON, SLICE_SECONDS, Runner
+from lightning_mimose.shared.broker import Broker
+from lightning_mimose.shared.refusals import no_room_error
+from lightning_mimose.shared.stops import Route
+
+IN_STEP_SLICES = 4
+"""A step is only interrupted for another job's turn after so many slices: two steps half-way hold more than one."""
+
+
+class Lease:
+    """What one job has of a shared budget, from joining to closing.
+
+    Args:
+        broker: Whom to ask.
+        job: The job's name, one of its own.
+        device: Where it trains.
+        weight: Its weight.
+        own_generators: Whether jobs of this process take turns, each with its own random generators.
+        when_full: What to do where all jobs do not fit beside each other: wait until one leaves, or raise.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        job: str,
+        device: torch.device,
+        *,
+        weight: float,
+        own_generators: bool,
+        when_full: Literal["raise", "wait"],
+    ) -> None:
+        self.job, self.device = job, device
+        self._broker, self._when_full = broker, when_full
+        self._runner = Runner(job, device, weight) if own_generators else None
+        self._rest_bytes = 0
+        self._at = self._reach = self._last = 0
+        self._stepping = False
+        self._closing = threading.Lock()
+        self._closed = False
+        try:
+            broker.join(job, weight)
+        except ValueError as error:
+            raise SharedBudgetError(f"{error} Give this one another name.") from error
+        try:
+            if self._runner is not None:
+                BATON.enter(self._runner)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all jobs together may hold."""
+        return self._broker.budget_bytes
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other job."""
+        return self._broker.alone(self.job)
+
+    def close(self) -> None:
+        """Give everything back; may be called twice, from any thread."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._broker.leave(self.job)
+        if self._runner is not None:
+            BATON.leave(self._runner)
+
+    # --- between steps ----------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Wait for all the room there is: a model of unknown size is built."""
+        if not self._broker.build(self.job).reach:
+            while not self._wait():
+                if self._broker.build(self.job).reach:
+                    return
+
+    def settle(self, rest_bytes: int) -> None:
+        """Say what the job holds between steps; waits for steps of others that cannot go on beside it.
+
+        Raises:
+            SharedBudgetError: It does not fit beside the others, or not at all.
+        """
+        self._stepping = False
+        granted = 0
+        while not granted:
+            verdict = self._broker.settle(self.job, rest_bytes)
+            if verdict.refused or (verdict.full and self._when_full == "raise"):
+                others = {} if verdict.refused else self._broker.others(self.job)
+                self.close()
+                raise no_room_error(self.job, rest_bytes, self.budget_bytes, others)
+            if verdict.full:
+                verdict = self._broker.settle(self.job, rest_bytes, patient=True)
+            granted = verdict.reach or self._wait()
+        self._rest_bytes = rest_bytes
+
+    def plan_bytes(self, least_bytes: int = 0, wants_bytes: int = 0) -> int:
+        """What the next step may be planned with; see `Counter.plan_bytes`."""
+        return self._broker.plan_bytes(self.job, least_bytes, wants_bytes)
+
+    def room_bytes(self) -> int:
+        """What a step may take at most, while the others are at rest."""
+        return self._broker.room_bytes(self.job)
+
+    def turn(self) -> None:
+        """Let another job run, if one waits and this one has had its slice."""
+        if self._runner is not None and BATON.wanted and BATON.held_seconds >= self._slice_seconds:
+            BATON.give(self._runner)
+            BATON.take(self._runner)
+
+    @property
+    def _slice_seconds(self) -> float:
+        # On an accelerator what was launched runs on while another job launches.
+        return SLICE_SECONDS if self.device.type == "cpu" else 0.0
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    def begin(self, route: Route, rest_bytes: int) -> bool:
+        """Wait until a step may begin.
+
+        Args:
+            route: Where it may stop, and what it needs.
+            rest_bytes: What the job holds when it has ended.
+
+        Returns:
+            False if there is no such room any more: plan anew, with `plan_bytes`.
+        """
+        self.turn()
+        verdict = self._broker.begin(self.job, route.claim, rest_bytes)
+        if verdict.refused:
+            return False
+        self._at, self._last = 0, len(route.claim) - 1
+        self._reach = verdict.reach or self._wait()
+        self._stepping = self._reach > 0
+        if self._stepping:
+            self._rest_bytes = rest_bytes
+        return self._stepping
+
+    def arrive(self, stretch: int, *, wait: bool = True) -> None:
+        """Come to the beginning of a stretch; waits until it is granted.
+
+        Args:
+            stretch: Its number; earlier ones than the present are left alone.
+            wait: Whether this thread may wait here.
+        """
+        stretch = min(stretch, self._last)
+        if not self._stepping or stretch <= self._at:
+            return
+        self._at = stretch
+        while self._reach <= stretch and wait:
+            self._broker.advance(self.job, stretch)
+            self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
+        self._broker.advance(self.job, stretch)
+        if wait and self._runner is not None and BATON.wanted:
+            slices = IN_STEP_SLICES if self.device.type == "cpu" else 0
+            if BATON.held_seconds >= slices * SLICE_SECONDS:
+                BATON.give(self._runner)
+                BATON.take(self._runner)
+
+    def all_ahead(self) -> None:
+        """Wait until the whole rest of the step is granted, for it cannot stop any more."""
+        while self._stepping and self._reach <= self._last:
+            self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
+
+    def update(self) -> None:
+        """Backward is done."""
+        self.arrive(self._last)
+
+    def end(self) -> None:
+        """The step is over, or given up."""
+        if self._stepping:
+            self._stepping = False
+            self._broker.end(self.job)
+        self.turn()
+
+    def beside(self) -> str:
+        """What other jobs hold, in words; empty if there are none."""
+        others = self._broker.others(self.job)
+        if not others:
+            return ""
+        return (
+            f" (of the {format_bytes(self.budget_bytes)} that {len(others) + 1} jobs share, the others hold "
+            f"{format_bytes(sum(others.values()))} between their steps)"
+        )
+
+    def _wait(self) -> int:
+        """Let others run until what was asked for is granted."""
+        if self._runner is not None:
+            BATON.give(self._runner)
+        try:
+            return self._broker.wait(self.job)
+        except BaseException:
+            self._broker.end(self.job)
+            self._stepping = False
+            raise
+        finally:
+            if self._runner is not None:
+                BATON.take(self._runner)

@@ -1,0 +1,283 @@
+"""One job's connection to the coordinator."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from lightning_mimose.errors import SharedBudgetError
+from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.reach import ask_once, connect, own_file, raise_error
+from lightning_mimose.shared.wire import VERSION, Lines, Meeting, encode
+
+MOST_ATTEMPTS = 20
+"""Coordinators that may die in a row on being spoken to."""
+
+
+class Link:
+    """One job's connection to the coordinator; its thread hears what comes, and finds another coordinator if it dies.
+
+    Args:
+        meeting: Where.
+        job: The job's name.
+        weight: Its weight.
+        budget_bytes: The budget.
+        device: The device, in words that are the same in all processes.
+    """
+
+    def __init__(self, meeting: Meeting, job: str, weight: float, budget_bytes: int, device: str) -> None:
+        self._meeting, self.job = meeting, job
+        self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
+        self._hello |= {"budget": budget_bytes, "device": device}
+        self._budget_bytes = budget_bytes
+        self._changed = threading.Condition()
+        self._pending: dict[str, Any] | None = None
+        """What was asked and neither answered nor, if the answer was to wait, granted."""
+        self._answer: Any = None
+        self._number = 0
+        """Of what was asked last: an answer to what an earlier coordinator was asked is none to this."""
+        self._granted: int | None = None
+        self._waits = False
+        self._failed: SharedBudgetError | None = None
+        self._closed = False
+        # What another coordinator would have to know.
+        self._rest_bytes = self._least_bytes = 0
+        self._claim: Claim | None = None
+        self._at = self._reach = 0
+        self.alone = self.wanted = False
+        self.plan: tuple[int, int] | None = None
+        """What the next step may be planned with, and its room, as of the last answer."""
+        self._alone_in_step = False
+        self._file = own_file(meeting, job)
+        try:
+            self._socket = self._connect()
+        except BaseException:
+            self._forget_file()
+            raise
+        _links.add(self)
+        self._reader = threading.Thread(target=self._hear, name=f"mimose-{job}", daemon=True)
+        self._reader.start()
+
+    # --- asking -----------------------------------------------------------------------------------------------
+
+    def request(self, **message: Any) -> Any:
+        """Ask, and return the answer.
+
+        Raises:
+            SharedBudgetError: There is no coordinator, and none could be started.
+        """
+        with self._changed:
+            self._number += 1
+            message["n"] = self._number
+            self._granted, self._answer, self._pending = None, None, message
+            self._send(message)
+            self._changed.wait_for(lambda: self._answer is not None or self._failed is not None)
+            if self._failed is not None:
+                raise self._failed
+            answer, self._answer = self._answer, None
+            waits = message["op"] in ("begin", "ask", "settle", "build") and not answer[0] and not answer[2]
+            if not waits:
+                self._pending = None
+            return answer
+
+    def tell(self, **message: Any) -> None:
+        """Say something that has no answer."""
+        with self._changed:
+            self._send(message)
+
+    def settled(self, rest_bytes: int) -> None:
+        """Between steps this is what the job holds."""
+        with self._changed:
+            self._rest_bytes, self._claim = rest_bytes, None
+
+    def needs_at_least(self, least_bytes: int) -> None:
+        """A step of this job needs so much under any plan."""
+        with self._changed:
+            self._least_bytes = max(least_bytes, self._least_bytes)
+
+    def begin_alone(self, rest_bytes: int) -> bool:
+        """Begin a step without asking; False if it must be asked for."""
+        with self._changed:
+            self._alone_in_step = self.alone
+            if self.alone:
+                self._rest_bytes = rest_bytes
+            return self.alone
+
+    def began(self, claim: Claim, rest_bytes: int, reach: int) -> None:
+        """A step was granted, as far as `reach`."""
+        with self._changed:
+            self._claim, self._rest_bytes, self._at, self._reach = claim, rest_bytes, 0, reach
+
+    def reached(self, reach: int) -> None:
+        """More of it was granted."""
+        with self._changed:
+            self._reach = reach
+
+    def advance(self, at: int) -> None:
+        """The step has come to a boundary."""
+        with self._changed:
+            if self._claim is not None:
+                self._at = max(self._at, min(at, self._reach - 1))
+                if self.wanted:
+                    self._send({"op": "advance", "at": self._at})
+
+    def end(self) -> None:
+        """The step is over."""
+        with self._changed:
+            self._pending = self._granted = None
+            if self._alone_in_step:
+                self._alone_in_step = False
+                if not self.alone:  # it was recalled meanwhile
+                    self._give_back()
+            else:
+                self._claim = None
+                self._send({"op": "end"})
+
+    def wait(self) -> int:
+        """Wait for what was asked for."""
+        with self._changed:
+            self._waits = True
+            try:
+                self._changed.wait_for(lambda: self._granted is not None or self._failed is not None)
+            finally:
+                self._waits = False
+            if self._failed is not None:
+                raise self._failed
+            granted, self._granted = self._granted, None
+            assert granted is not None
+            return granted
+
+    def close(self) -> None:
+        """Give everything back."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._forget_file()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=5.0)
+
+    def drop(self) -> None:
+        """In a forked child: let go of what keeps the parent's lease alive."""
+        for descriptor in (self._socket.detach(), self._file):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    # --- hearing ----------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        lines = Lines()
+        while not self._closed:
+            try:
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise ConnectionError
+                for message in lines.feed(data):
+                    self._heard(message)
+            except (OSError, ValueError):
+                lines = Lines()
+                with self._changed:
+                    if self._closed:
+                        return
+                    try:
+                        self._come_back()
+                    except SharedBudgetError as error:
+                        self._failed = error
+                        self._changed.notify_all()
+                        return
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            if message.get("n", self._number) != self._number:
+                return
+            if "answer" in message and self._waits:
+                # What was asked of an earlier coordinator was asked anew of this one.
+                reach, _, refused, _ = message["answer"]
+                if reach or refused:
+                    self._granted, self._pending = int(reach), None
+            elif "answer" in message:
+                self._answer = message["answer"]
+            if "granted" in message and self._pending is not None:
+                self._granted, self._pending = int(message["granted"]), None
+            if "plan" in message:
+                self.plan = (int(message["plan"][0]), int(message["plan"][1]))
+            if "wanted" in message:
+                self.wanted = bool(message["wanted"])
+                if self.wanted and self._claim is not None and not self._alone_in_step:
+                    self._send({"op": "advance", "at": self._at})
+            if "alone" in message:
+                self.alone = bool(message["alone"])
+                if not self.alone and not self._alone_in_step:
+                    self._give_back()
+            self._changed.notify_all()
+
+    def _give_back(self) -> None:
+        self._send({"op": "back", "rest": self._rest_bytes, "least": self._least_bytes})
+
+    def _come_back(self) -> None:
+        """The coordinator is gone: find or start another one, and say what this job holds."""
+        self._socket.close()
+        if self._alone_in_step:  # to another coordinator that is a step like any other
+            self._claim, self._at, self._reach = Claim.of([self._budget_bytes]), 0, 1
+        self.alone = self.wanted = self._alone_in_step = False
+        self.plan = None
+        self._socket = self._connect(
+            {
+                "rest": self._rest_bytes,
+                "least": self._least_bytes,
+                "needs": [] if self._claim is None else list(self._claim.needs),
+                "at": self._at,
+                "reach": self._reach,
+            }
+        )
+        if self._pending is not None and self._granted is None:
+            self._send(self._pending)
+
+    def _connect(self, state: dict[str, Any] | None = None) -> socket.socket:
+        for _ in range(MOST_ATTEMPTS):
+            connection = connect(self._meeting)
+            try:
+                said = ask_once(connection, {**self._hello, "state": state})
+                raise_error(said, self._meeting, self._hello)
+            except OSError:  # that one died as well, or was about to end
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                connection.settimeout(None)
+                return connection
+        raise SharedBudgetError(
+            f"{MOST_ATTEMPTS} coordinators of the shared budget {self._meeting.name!r} died, one after the other, when "
+            f"job {self.job!r} spoke to them. Look for what ends them: a limit of memory or processes."
+        )
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # the thread that hears will notice, and say everything anew
+            self._socket.sendall(encode(message))
+
+    def _forget_file(self) -> None:
+        with suppress(OSError):
+            self._meeting.file_of(self.job).unlink()
+        with suppress(OSError):
+            os.close(self._file)
+        self._meeting.remove()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # The workers of a DataLoader would keep their parent's lease alive when it is killed.
+    for link in list(_links):
+        link.drop()
+
+
+os.register_at_fork(after_in_child=_after_fork)

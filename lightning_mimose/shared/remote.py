@@ -1,0 +1,156 @@
+"""The broker for jobs in several processes: asks the coordinator."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from lightning_mimose.errors import SharedBudgetError
+from lightning_mimose.shared.bank import Verdict
+from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.link import Link
+from lightning_mimose.shared.reach import ask_once, connect, raise_error
+from lightning_mimose.shared.wire import VERSION, Meeting
+
+
+class RemoteBroker:
+    """For jobs in several processes.
+
+    Args:
+        meeting: Where they meet.
+        budget_bytes: The budget; None for the one that is in force.
+        device: The device, in words that are the same in all processes.
+
+    Raises:
+        SharedBudgetError: There is no such budget, it is another one, or the name is somebody else's.
+    """
+
+    together = True
+
+    def __init__(self, meeting: Meeting, budget_bytes: int | None, device: str) -> None:
+        self._meeting, self._device = meeting, device
+        self._peek = {"op": "peek", "version": VERSION, "budget": budget_bytes, "device": device}
+        self.budget_bytes = int(self._ask_once()["budget"])
+        self._links: dict[str, Link] = {}
+        self._wishes: dict[str, tuple[int, int]] = {}
+        self._latest: dict[str, Any] = {"held": [], "waits": []}
+        self._asked: dict[str, tuple[Claim | None, int]] = {}
+
+    def join(self, job: str, weight: float) -> None:
+        """Open an account."""
+        self._links[job] = Link(self._meeting, job, weight, self.budget_bytes, self._device)
+
+    def leave(self, job: str) -> None:
+        """Close it."""
+        link = self._links.pop(job, None)
+        if link is not None:
+            if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
+                with suppress(SharedBudgetError):
+                    self._latest = link.request(op="history")
+            link.close()
+
+    def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
+        """Say what the job holds between steps."""
+        link = self._links[job]
+        verdict = Verdict(*link.request(op="settle", rest=rest_bytes, patient=patient))
+        self._asked[job] = (None, rest_bytes)
+        if verdict.reach:
+            link.settled(rest_bytes)
+        return verdict
+
+    def build(self, job: str) -> Verdict:
+        """Ask for all the room there is."""
+        verdict = Verdict(*self._links[job].request(op="build"))
+        claim = Claim.of([verdict.room_bytes])
+        self._asked[job] = (claim, 0)
+        if verdict.reach:
+            self._links[job].began(claim, 0, verdict.reach)
+        return verdict
+
+    def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
+        """Ask for a step."""
+        link = self._links[job]
+        if link.begin_alone(rest_bytes):
+            return Verdict(len(claim), self.budget_bytes)
+        verdict = Verdict(*link.request(op="begin", needs=list(claim.needs), rest=rest_bytes))
+        self._asked[job] = (claim, rest_bytes)
+        if verdict.refused:
+            self._wishes.pop(job, None)  # what was said last is not true any more
+        if verdict.reach:
+            link.began(claim, rest_bytes, verdict.reach)
+        return verdict
+
+    def ask(self, job: str) -> Verdict:
+        """Ask for more of it."""
+        link = self._links[job]
+        verdict = Verdict(*link.request(op="ask"))
+        self._asked.pop(job, None)
+        if verdict.reach:
+            link.reached(verdict.reach)
+        return verdict
+
+    def wait(self, job: str) -> int:
+        """Wait for what was asked for."""
+        link = self._links[job]
+        reach = link.wait()
+        asked = self._asked.pop(job, None)
+        if reach and asked is None:
+            link.reached(reach)
+        elif reach and asked is not None:
+            claim, rest_bytes = asked
+            if claim is None:
+                link.settled(rest_bytes)
+            else:
+                link.began(claim, rest_bytes, reach)
+        return reach
+
+    def advance(self, job: str, at: int) -> None:
+        """The step has come to a boundary."""
+        self._links[job].advance(at)
+
+    def end(self, job: str) -> None:
+        """The step is over."""
+        self._links[job].end()
+
+    def alone(self, job: str) -> bool:
+        """Whether there is no other job, as far as was heard."""
+        return self._links[job].alone
+
+    def plan_bytes(self, job: str, least_bytes: int = 0, wants_bytes: int = 0) -> int:
+        """What the job may plan its next step with."""
+        link = self._links[job]
+        link.needs_at_least(least_bytes)
+        if link.alone:
+            return self.budget_bytes
+        wish = (least_bytes, wants_bytes)
+        plan = link.plan
+        if plan is None or self._wishes.get(job) != wish:
+            found = link.request(op="plan", least=least_bytes, wants=wants_bytes)
+            plan = link.plan = (int(found[0]), int(found[1]))
+            self._wishes[job] = wish
+        return plan[0]
+
+    def room_bytes(self, job: str) -> int:
+        """What a step of the job may take at most."""
+        if self._links[job].alone:
+            return self.budget_bytes
+        self._wishes.pop(job, None)
+        return int(self._links[job].request(op="plan", least=0, wants=0)[1])
+
+    def others(self, job: str) -> dict[str, int]:
+        """Other job -> bytes that it holds at rest."""
+        found: dict[str, int] = self._links[job].request(op="others")
+        return found
+
+    def history(self) -> dict[str, Any]:
+        """The ledger, as plain data."""
+        link = next(iter(self._links.values()), None)
+        return self._latest if link is None else dict(link.request(op="history"))
+
+    def _ask_once(self) -> dict[str, Any]:
+        said: dict[str, Any] | None = None
+        while said is None:
+            with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
+                said = ask_once(connection, self._peek)
+        raise_error(said, self._meeting, self._peek)
+        return said

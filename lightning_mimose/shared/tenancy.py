@@ -1,0 +1,119 @@
+"""What the engine tells a shared budget about its steps, and what it hears from it."""
+
+from __future__ import annotations
+
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advisor import Advisor
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.shared.lease import Lease
+from lightning_mimose.shared.stops import Route, Stops, route_of
+from lightning_mimose.sizes import BatchSize
+from lightning_mimose.step import Step
+
+
+class Tenancy:
+    """One model's part in a shared budget.
+
+    Args:
+        lease: The job's lease.
+        closes: Whether the lease ends with the model's training; not where a `with shared.job()` encloses it.
+        advisor: Plans with what the lease allows.
+        session: Calls units, between which a step may have to wait.
+    """
+
+    def __init__(self, lease: Lease, closes: bool, advisor: Advisor, session: Session) -> None:
+        self._lease, self._closes = lease, closes
+        self._advisor, self._session = advisor, session
+        self._batch_bytes = 0
+        self._backward = False
+        self.close = lease.close if closes else _nothing
+
+    def settle(self, rest_bytes: int) -> None:
+        """The model is there, and its optimizer is known.
+
+        Args:
+            rest_bytes: What lasts between steps, gradients and the optimizer's state included.
+
+        Raises:
+            BudgetInfeasibleError: It does not fit beside what other jobs hold.
+        """
+        self._lease.settle(rest_bytes)
+        self._advisor.budget_bytes = self._lease.room_bytes()
+
+    def allow(self, size: BatchSize, resident: Resident) -> None:
+        """Let the next step be planned with what the job may have now."""
+        view = self._advisor.step_view(size, resident)
+        if view is None or not view.trusted:
+            self._advisor.budget_bytes = self._lease.room_bytes()
+        else:
+            self._advisor.budget_bytes = self._lease.plan_bytes(view.least_bytes, view.wants_bytes)
+
+    def begin(self, step: Step, rest_bytes: int) -> bool:
+        """Wait until a step that was planned may begin.
+
+        Args:
+            step: The step.
+            rest_bytes: What lasts when it has ended, its batch included.
+
+        Returns:
+            Whether it may; if not, what the job may have has changed, and it must be planned anew.
+        """
+        self._batch_bytes = max(self._batch_bytes, step.batch_bytes)
+        # The next batch may be there before this one is gone.
+        rest = rest_bytes - step.batch_bytes + 2 * self._batch_bytes
+        route = self._route(step)
+        # Never more than the step itself: where that is what there is, asking for more would never be granted.
+        if not self._lease.begin(route, min(rest, route.claim.peak_bytes)):
+            return False
+        self._session.stops = Stops(route, self._arrive) if route.places else None
+        return True
+
+    def _route(self, step: Step) -> Route:
+        allowed, session = self._advisor.budget_bytes, self._session
+        beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
+        if step.sheltered or step.retried or beside or self._lease.alone:
+            return Route.whole(allowed)
+        view = self._advisor.step_view(step.size, step.resident)
+        if view is None:
+            return Route.whole(allowed)
+        key = (frozenset(step.actions.items()), allowed)
+        if key not in view.routes:
+            margin = max(0, min(view.margin_bytes, allowed - (step.advice.predicted_peak_bytes or allowed)))
+            view.routes[key] = route_of(view.structure, view.timeline, step.actions, margin, allowed)
+        route: Route = view.routes[key]
+        return route
+
+    def _arrive(self, stretch: int) -> None:
+        # In backward an accelerator's one thread serves all jobs: it must not wait for any of them.
+        self._lease.arrive(stretch, wait=self._lease.device.type == "cpu" or not self._backward)
+
+    def again(self, step: Step, rest_bytes: int) -> None:
+        """A step that failed is about to run again: from the start, with all the room there is."""
+        self.end()
+        self._advisor.budget_bytes = self._lease.room_bytes()
+        while not self.begin(step, rest_bytes):
+            self._advisor.budget_bytes = self._lease.room_bytes()
+
+    def begin_backward(self) -> None:
+        """Forward is done."""
+        self._backward = True
+        if self._lease.device.type != "cpu":
+            self._lease.all_ahead()
+
+    def update(self) -> None:
+        """Backward is done."""
+        self._lease.update()
+
+    def end(self) -> None:
+        """The step is over, or given up."""
+        self._backward = False
+        self._session.stops = None
+        self._lease.end()
+
+    def beside(self) -> str:
+        """What other jobs hold, in words."""
+        return self._lease.beside()
+
+
+def _nothing() -> None:
+    pass

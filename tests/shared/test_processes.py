@@ -1,0 +1,279 @@
+"""Trainings in several processes, and the coordinator between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_mimose import SharedBudget, SharedBudgetError
+from lightning_mimose.shared import reach, wire
+from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.remote import RemoteBroker
+from lightning_mimose.shared.wire import Meeting
+from tests.helpers import sharing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def name(monkeypatch, tmp_path_factory):
+    """A name of the test's own; afterwards no coordinator, socket or file of it may be left."""
+    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    yield name
+    meeting = Meeting(name)
+    until = time.monotonic() + 15
+    while meeting.folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not meeting.folder.exists()
+
+
+def broker(name, budget=1000, device="cpu"):
+    return RemoteBroker(Meeting(name), budget, device)
+
+
+def kill_coordinator(name, killed=()):
+    """Kill it, and return its process id."""
+    soon(lambda: Meeting(name).lock.read_text().strip() not in ("", *map(str, killed)))
+    pid = int(Meeting(name).lock.read_text())
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def settled(broker, **rests):
+    for job, rest in rests.items():
+        broker.join(job, 1.0)
+        verdict = broker.settle(job, rest)
+        assert verdict.reach or broker.wait(job)
+
+
+def soon(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_processes_end_as_they_would_alone_and_a_killed_one_gives_back_at_once(name):
+    alone = {seed: sharing.train(seed, "1GB", 30).digest for seed in (1, 2)}
+    records = sharing.train(1, "1GB").records
+    peak, rest = max(r.measured_peak_bytes or 0 for r in records), records[-1].resident_bytes
+    budget = int(3.5 * rest + 1.3 * (peak - rest))
+    keeper = broker(name, budget)
+    settled(keeper, keeper=1)
+    trainings = [sharing.start(name, budget, seed, 30) for seed in (1, 2)]
+    victim = sharing.start(name, budget, 3, 10_000)
+    for process in (*trainings, victim):
+        sharing.go(process)
+    while sharing.said(victim) != "step 5":
+        pass
+    victim.kill()
+    victim.communicate()
+    assert [sharing.digest(process) for process in trainings] == [alone[1], alone[2]]
+    soon(lambda: keeper.others("keeper") == {})
+    shared = SharedBudget.connect(name, device="cpu")
+    lease, _ = shared.open(CPU)
+    lease.close()
+    report = shared.report()
+    assert report.highest_bytes <= budget
+    held = report.stacked()[-1][1]
+    assert len(held) >= 4
+    assert [job for job, size in held.items() if size] == ["keeper"]
+    keeper.leave("keeper")
+
+
+def test_a_folder_and_a_socket_that_only_their_owner_can_read(name):
+    one = broker(name)
+    settled(one, a=10)
+    meeting = Meeting(name)
+    assert stat.S_IMODE(meeting.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(meeting.socket.stat().st_mode) == 0o600
+    one.leave("a")
+
+
+def test_several_brokers_see_each_other(name):
+    one, two = broker(name), broker(name, None)
+    assert two.budget_bytes == 1000
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    settled(two, b=200)
+    soon(lambda: not one.alone("a"))
+    assert (one.room_bytes("a"), two.room_bytes("b")) == (800, 900)
+    assert one.others("a") == {"b": 200}
+    assert one.begin("a", Claim.of([300, 800]), 100).reach == 2
+    assert two.begin("b", Claim.of([200, 900, 300]), 200).reach == 1
+    assert two.ask("b").reach == 0
+    one.end("a")
+    assert two.wait("b") == 3
+    two.leave("b")
+    soon(lambda: one.alone("a"))
+    assert one.room_bytes("a") == 1000
+    one.leave("a")
+
+
+def test_one_that_is_alone_gives_back_at_the_end_of_its_step_what_it_need_not_ask_for(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    assert one.begin("a", Claim.of([1000]), 150).reach == 1
+    two.join("b", 1.0)
+    assert two.settle("b", 200).reach == 0
+    one.end("a")
+    assert two.wait("b") == 1
+    assert two.room_bytes("b") == 850  # it holds more between steps than it said at first
+    one.leave("a")
+    two.leave("b")
+
+
+def test_another_coordinator_takes_over_and_knows_what_is_held(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+    assert one.begin("a", Claim.of([500, 700]), 100).reach == 2
+    assert two.begin("b", Claim.of([600]), 100).reach == 0
+    killed = []
+    for _ in range(3):
+        killed.append(kill_coordinator(name, killed))
+        assert two.room_bytes("b") == 900
+        assert two.begin("b", Claim.of([600]), 100).reach == 0  # what a holds is not free because nobody counts it
+    one.end("a")
+    assert two.wait("b") == 1
+    one.leave("a")
+    two.leave("b")
+
+
+def test_one_that_waits_is_served_by_the_coordinator_that_takes_over(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+    one.begin("a", Claim.of([700]), 100)
+    assert two.begin("b", Claim.of([600]), 100).reach == 0
+    granted = []
+    thread = threading.Thread(target=lambda: granted.append(two.wait("b")), daemon=True)
+    thread.start()
+    kill_coordinator(name)
+    time.sleep(0.3)
+    assert not granted
+    one.end("a")
+    thread.join(timeout=10)
+    assert granted == [1]
+    one.leave("a")
+    two.leave("b")
+
+
+def test_a_stale_socket_is_no_obstacle(name):
+    meeting = Meeting(name)
+    meeting.make()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(meeting.socket))
+    (meeting.jobs / "gone").touch()  # of a job that was killed together with its coordinator
+    one = broker(name)
+    settled(one, a=100)
+    assert not (meeting.jobs / "gone").exists()
+    one.leave("a")
+
+
+def test_contradicting_budgets_devices_and_names(name):
+    with pytest.raises(SharedBudgetError, match="does not exist yet"):
+        broker(name, None)
+    one = broker(name)
+    settled(one, a=100)
+    with pytest.raises(SharedBudgetError, match=r"is 1\.00 KB \(1,000 bytes\) on cpu, and one of 2\.00 KB"):
+        broker(name, 2000)
+    with pytest.raises(SharedBudgetError, match="on cuda:7"):
+        broker(name, device="cuda:7")
+    with pytest.raises(SharedBudgetError, match="has a job 'a' already"):
+        broker(name).join("a", 1.0)
+    assert one.room_bytes("a") == 1000  # nothing is lost
+    one.leave("a")
+    soon(lambda: broker(name, 2000).budget_bytes == 2000)  # nobody is bound by what earlier jobs had
+
+
+def test_a_name_that_another_user_has(name, monkeypatch):
+    meeting = Meeting(name)
+    meeting.make()
+    mine = os.getuid()
+    monkeypatch.setattr(wire.os, "getuid", lambda: mine + 1)
+    with pytest.raises(SharedBudgetError, match=f"is taken: .* belongs to user {mine}"):
+        broker(name)
+    monkeypatch.undo()
+    meeting.remove()
+
+
+def test_a_server_of_another_user_is_not_talked_to(name, monkeypatch):
+    one = broker(name)
+    settled(one, a=100)
+    monkeypatch.setattr(reach, "peer_uid", lambda connection: os.getuid() + 1)
+    with pytest.raises(SharedBudgetError, match="another user's"):
+        broker(name)
+    monkeypatch.undo()
+    one.leave("a")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json\n",
+        b"[1]\n",
+        b'{"op": "fly"}\n',
+        b'{"op": "hello"}\n',
+        b'{"op":"hello","version":1,"job":"x","weight":-1,"budget":1000,"device":"cpu"}\n',
+        b"x" * (2 << 20),
+    ],
+)
+def test_who_talks_nonsense_is_shut_out_and_nobody_else_is(name, line):
+    one = broker(name)
+    settled(one, a=100)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(str(Meeting(name).socket))
+        try:
+            stranger.sendall(line)
+            answer = stranger.recv(1 << 16)
+            assert json.loads(answer)["error"] == "nonsense"
+            assert stranger.recv(1 << 16) == b""
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # it did not even wait for the end of the line
+    assert one.begin("a", Claim.of([900]), 100).reach == 1
+    one.end("a")
+    one.leave("a")
+
+
+def test_another_version_is_refused(name, monkeypatch):
+    one = broker(name)
+    settled(one, a=100)
+    two = broker(name)
+    monkeypatch.setattr("lightning_mimose.shared.link.VERSION", 99)
+    with pytest.raises(SharedBudgetError, match="another version"):
+        two.join("b", 1.0)
+    one.leave("a")
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "../x", "x" * 65])
+def test_names_are_checked(bad):
+    with pytest.raises(SharedBudgetError, match="letters, digits"):
+        SharedBudget.connect(bad, "1GB")
+
+
+def test_a_forked_child_does_not_keep_the_lease_of_its_parent(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+    child = os.fork()
+    if not child:
+        time.sleep(5)
+        os._exit(0)
+    one.leave("a")
+    soon(lambda: two.others("b") == {})
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    two.leave("b")

@@ -1,0 +1,230 @@
+"""Trainings in threads of one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseError, SharedBudget, SharedBudgetError
+from lightning_mimose.shared import baton, lease
+from tests.helpers.sharing import block, loss, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Jobs hand over wherever they may, so that steps of all of them are half-way at the same time."""
+    monkeypatch.setattr(baton, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(lease, "SLICE_SECONDS", 0.0)
+
+
+def needs(seed=1):
+    """What a training takes alone: (peak, at rest)."""
+    records = train(seed, "1GB").records
+    return max(r.measured_peak_bytes or 0 for r in records), records[-1].resident_bytes
+
+
+def together(function, *arguments):
+    """Call a function in threads, one for each argument; an error in one of them is raised here."""
+    results, errors = {}, []
+
+    def run(argument):
+        try:
+            results[argument] = function(argument)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(argument,), daemon=True) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0, 2.0])
+def test_each_ends_as_it_would_alone_and_all_stay_in_the_budget(eager, share):
+    peak, rest = needs()
+    alone = {seed: train(seed, "1GB").digest for seed in (1, 2, 3)}
+    shared = SharedBudget(int(3 * 1.1 * rest + share * (peak - rest)))
+    found = together(shared.wrap(lambda seed: train(seed, shared)), 1, 2, 3)
+    assert {seed: out.digest for seed, out in found.items()} == alone
+    report = shared.report()
+    assert report.highest_bytes <= report.budget_bytes
+    assert all(
+        r.measured_peak_bytes <= r.budget_bytes for o in found.values() for r in o.records if r.measured_peak_bytes
+    )
+    assert len(report.jobs) == 3
+
+
+def test_steps_are_half_way_at_the_same_time(eager):
+    peak, rest = needs()
+    shared = SharedBudget(int(2.2 * rest + 1.3 * (peak - rest)))
+    together(shared.wrap(lambda seed: train(seed, shared, 20)), 1, 2)
+    levels = [tuple(now.values()) for _, now in shared.report().stacked()]
+    assert any(len(both) == 2 and min(both) > 1.5 * rest for both in levels)
+    assert shared.report().waits
+
+
+def test_generators_of_python_and_numpy_are_the_jobs_own(eager):
+    def draw(seed, budget):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        model = torch.nn.Sequential(*(block() for _ in range(3)))
+        drawn = []
+        with Mimose(model, budget=budget, loss_fn=loss) as mimose:
+            for _ in range(6):
+                drawn += [random.random(), np.random.rand(), torch.rand(()).item()]
+                drawn.append(mimose.step(torch.randn(16, 32)).item())
+        return drawn
+
+    alone = {seed: draw(seed, "1GB") for seed in (1, 2)}
+    shared = SharedBudget("1GB")
+    assert together(shared.wrap(lambda seed: draw(seed, shared)), 1, 2) == alone
+
+
+def test_a_job_that_fails_gives_all_back(eager):
+    shared = SharedBudget("1GB")
+
+    def objective(seed):
+        def fail(step):
+            if seed == 1 and step == 5:
+                raise RuntimeError("pruned")
+
+        return train(seed, shared, told=fail).digest
+
+    with pytest.raises(RuntimeError, match="pruned"):
+        together(shared.wrap(objective), 1, 2, 3)
+    with shared.job() as job:
+        lease, closes = job.open(torch.device("cpu"))
+        assert lease.alone
+        assert not closes
+        assert lease.room_bytes() == 10**9
+
+
+def test_one_that_is_dropped_without_being_closed_is_no_tenant_any_more():
+    shared = SharedBudget("1GB")
+    model = torch.nn.Sequential(block(), block())
+    mimose = Mimose(model, budget=shared, loss_fn=loss)
+    mimose.step(torch.randn(8, 32))
+    del mimose
+    assert together(lambda seed: train(seed, shared, 3).digest, 1)
+
+
+def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
+    shared = SharedBudget("100MB")
+    with Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss) as mimose:
+        mimose.step(torch.randn(8, 32))
+        assert mimose.records[-1].budget_bytes == 100_000_000
+        inside, done = threading.Event(), threading.Event()
+
+        def visit():
+            # Not `job()`: it would wait for the end of this step, which waits for it.
+            lease, _ = shared.open(torch.device("cpu"))
+            lease.settle(30_000_000)
+            inside.set()
+            lease.close()
+            done.set()
+
+        thread = threading.Thread(target=visit, daemon=True)
+        thread.start()
+        seen = set()
+        while not done.is_set():
+            mimose.step(torch.randn(8, 32))
+            seen.add(mimose.records[-1].budget_bytes)
+        thread.join()
+        assert seen <= {100_000_000, 70_000_000}
+        mimose.step(torch.randn(8, 32))
+        assert mimose.records[-1].budget_bytes == 100_000_000
+
+
+def test_a_model_that_exceeds_the_budget_alone_is_refused_with_the_numbers():
+    shared = SharedBudget(50_000)
+    with pytest.raises(BudgetInfeasibleError, match="does not fit even alone") as raised:
+        train(1, shared)
+    assert raised.value.budget_bytes == 50_000
+    assert raised.value.resident_bytes > 50_000
+
+
+def test_a_job_that_does_not_fit_beside_others_is_refused_or_waits():
+    for when_full in ("raise", "wait"):
+        shared = SharedBudget(100, when_full=when_full, own_generators=False)
+        first, _ = shared.open(torch.device("cpu"), "first")
+        first.settle(70)
+        second, _ = shared.open(torch.device("cpu"), "second")
+        if when_full == "raise":
+            with pytest.raises(BudgetInfeasibleError, match=r"'first' 70 B.*when_full"):
+                second.settle(40)
+        else:
+            thread = threading.Thread(target=second.settle, args=(40,), daemon=True)
+            thread.start()
+            thread.join(timeout=0.1)
+            assert thread.is_alive()
+            first.close()
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+        first.close()
+        second.close()
+
+
+def test_an_infeasible_batch_says_what_others_hold():
+    peak, rest = needs()
+    shared = SharedBudget(int(rest * 1.05 + 0.5 * (peak - rest)), own_generators=False)
+    other, _ = shared.open(torch.device("cpu"))
+    other.settle(int(0.45 * (peak - rest)))
+    with pytest.raises(BudgetInfeasibleError, match="that 2 jobs share, the others hold"):
+        train(1, shared)
+    other.close()
+
+
+def test_what_contradicts_itself_is_refused():
+    shared = SharedBudget("1GB")
+    shared.resolve(torch.device("cpu"))
+    with pytest.raises(SharedBudgetError, match="in use on cpu, and a training on meta"):
+        shared.resolve(torch.device("meta"))
+    with pytest.raises(SharedBudgetError, match="positive number"):
+        shared.job(weight=-1.0)
+    with pytest.raises(MimoseError, match="'raise' or 'wait'"):
+        SharedBudget("1GB", when_full="later")
+    with shared.job(), pytest.raises(SharedBudgetError, match="inside a job"), shared.job():
+        pass
+
+
+def test_a_name_that_is_there_is_refused():
+    shared = SharedBudget("1GB", own_generators=False)
+    lease, _ = shared.open(torch.device("cpu"), "a")
+    with pytest.raises(SharedBudgetError, match="'a'"):
+        shared.open(torch.device("cpu"), "a")
+    lease.close()
+    shared.open(torch.device("cpu"), "a")[0].close()
+
+
+def test_the_report_counts_waits_and_draws(eager, tmp_path):
+    peak, rest = needs()
+    shared = SharedBudget(int(2.2 * rest + 1.1 * (peak - rest)))
+    together(shared.wrap(lambda seed: train(seed, shared, 20)), 1, 2)
+    report = shared.report()
+    text = str(report)
+    assert "most granted at once" in text
+    assert sum(facts.waits for facts in report.jobs) == len(report.waits) > 0
+    assert report.plot(tmp_path)[0].stat().st_size > 1000
+    assert report.to_json(tmp_path / "r.json").exists()
+
+
+def test_a_report_before_any_job_says_so(tmp_path):
+    report = SharedBudget("1GB").report()
+    assert "No job has joined yet" in str(report)
+    assert report.plot(tmp_path)
