@@ -384,7 +384,7 @@ class Advisor:
             self.left_out = set(units)
             self.planner.forget()
             self._actual_peaks.clear()
-        self._views.clear()
+            self._views.clear()
 
     def most_saving(self, size: BatchSize, resident: Resident) -> Advice:
         """The plan with the least peak, as far as it is known; no plan means the shelter."""
