@@ -47,6 +47,8 @@ UNSCALED_SHARE = 0.02
 """What of a unit may not be proportional to the batch, where the batch never varied."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
+KNOWN_VIEWS = 8
+"""Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
 STATE_VERSION = 3
@@ -373,7 +375,7 @@ class Advisor:
             least, trusted = self.sure_bytes(timeline), prediction.trusted
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
             wants = timeline.peak_bytes({}) + margin
-            if len(self._views) >= KNOWN_PEAKS:
+            if len(self._views) >= KNOWN_VIEWS:
                 self._views.clear()
             self._views[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
         return self._views[slot]
@@ -465,6 +467,7 @@ class Advisor:
         if predicted_bytes is not None:
             self._surplus_bytes = max(self._surplus_bytes, int(OUT_OF_MEMORY_SHARE * self.budget_bytes))
         self.planner.forget()
+        self._views.clear()
 
     def forget(self) -> None:
         """What is trained has changed: nothing that was measured before holds any more."""
@@ -483,6 +486,7 @@ class Advisor:
         gap = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
         if gap > 1.05 * self._fragmentation_bytes:
             self.planner.forget()
+            self._views.clear()
         self._fragmentation_bytes = gap
 
     # --- asking -----------------------------------------------------------------------------------------------

@@ -261,7 +261,9 @@ class Engine:
         self._arm(self._step)
         lasts = resident.update_bytes - self._update.cost.transient_bytes
         if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
+            learning = self.session.learning_steps
             self._clear(self._step)
+            self.session.learning_steps = learning  # of steps that ran
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
@@ -282,6 +284,8 @@ class Engine:
         started outside it and stopped inside leaves it with a pointer to memory that is gone.
         """
         step = self._step
+        if self.tenancy is not None:
+            self.tenancy.begin_forward()
         if step is not None and step.recorder is not None and not step.measuring:
             step.measuring = True
             step.recorder.start()
@@ -353,6 +357,8 @@ class Engine:
             self._finish_together(step)
         actions = dict(self.session.actions)
         self._clear(step)
+        if self.tenancy is not None:
+            self.tenancy.turn()
         self._planned += not step.sheltered
         return StepRecord(
             step=0,

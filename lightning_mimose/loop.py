@@ -82,8 +82,12 @@ class Mimose:
         self._host = self._engine.host
         self._advisor = self._engine.advisor
         self._units = tuple(unit.name for unit in self._engine.units)
-        self._engine.watch([optimizer] if optimizer is not None else [])
-        self._engine.attach()
+        try:
+            self._engine.watch([optimizer] if optimizer is not None else [])
+            self._engine.attach()
+        except BaseException:
+            self._engine.detach()
+            raise
         forbidden = "" if self._engine.agreement is None else NO_RETRY
         self._attempts: Attempts | None = Attempts(
             self._engine,

@@ -236,8 +236,8 @@ class MimoseCallback(Callback):
         )
         engine.advisor.announce = tell
         self._take_over_knowledge(engine)
-        engine.watch(trainer.optimizers)
         self._engine = engine  # from here on an exception undoes what was done
+        engine.watch(trainer.optimizers)
         self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
         engine.attach()
 

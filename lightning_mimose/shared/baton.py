@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.fair import FairClock
 from lightning_mimose.shared.generators import Generators
 
@@ -82,6 +83,12 @@ class Baton:
         with self._changed:
             if self._owner is runner:
                 return
+            if self._owner is not None and self._owner.thread is threading.current_thread():
+                raise SharedBudgetError(
+                    f"Job {runner.name!r} begins in a thread in which job {self._owner.name!r} has not ended, and "
+                    "would wait for it for ever. Close that one first (mimose.close(), or leave its `with` block), or "
+                    "train both as one: `with shared.job():` around them."
+                )
             if self._owner is None:
                 self._own(runner)
             else:

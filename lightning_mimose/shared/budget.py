@@ -16,11 +16,10 @@ from lightning_mimose.budget import device_memory, parse_budget
 from lightning_mimose.errors import MimoseError, SharedBudgetError, UnsupportedError
 from lightning_mimose.shared.broker import Broker, LocalBroker
 from lightning_mimose.shared.lease import Lease
-from lightning_mimose.shared.remote import RemoteBroker
-from lightning_mimose.shared.wire import Meeting
 
 if TYPE_CHECKING:
     from lightning_mimose.report.shared import SharedReport
+    from lightning_mimose.shared.wire import Meeting
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -115,6 +114,10 @@ class SharedBudget:
         Raises:
             SharedBudgetError: The name is another user's, or stands for another budget or device, or nothing.
         """
+        from lightning_mimose.shared.wire import Meeting  # sockets and file locks, which not every system has
+
+        if budget == "auto":
+            raise SharedBudgetError("budget='auto' is another number in every process. Name one, or None to join.")
         shared = _Connected("auto" if budget is None else budget, own_generators, when_full, device)
         try:
             shared.meeting = Meeting(name)
@@ -272,6 +275,8 @@ class _Connected(SharedBudget):
         return _connect_again, (self.meeting.name, budget, keywords)
 
     def _make_broker(self, device: torch.device) -> Broker:
+        from lightning_mimose.shared.remote import RemoteBroker
+
         bytes_ = None if self.joins else self._spec.resolve(device_memory(device))
         return RemoteBroker(self.meeting, bytes_, _everywhere(device))
 

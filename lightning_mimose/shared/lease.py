@@ -75,9 +75,11 @@ class Lease:
             if self._closed:
                 return
             self._closed = True
-        self._broker.leave(self.job)
-        if self._runner is not None:
-            BATON.leave(self._runner)
+        try:
+            self._broker.leave(self.job)
+        finally:
+            if self._runner is not None:
+                BATON.leave(self._runner)
 
     # --- between steps ----------------------------------------------------------------------------------------
 
@@ -100,7 +102,6 @@ class Lease:
             verdict = self._broker.settle(self.job, rest_bytes)
             if verdict.refused or (verdict.full and self._when_full == "raise"):
                 others = {} if verdict.refused else self._broker.others(self.job)
-                self.close()
                 raise no_room_error(self.job, rest_bytes, self.budget_bytes, others)
             if verdict.full:
                 verdict = self._broker.settle(self.job, rest_bytes, patient=True)
@@ -184,7 +185,6 @@ class Lease:
         if self._stepping:
             self._stepping = False
             self._broker.end(self.job)
-        self.turn()
 
     def beside(self) -> str:
         """What other jobs hold, in words; empty if there are none."""

@@ -26,6 +26,7 @@ class Tenancy:
         self._advisor, self._session = advisor, session
         self._batch_bytes = 0
         self._backward = False
+        self._again: tuple[Step, int] | None = None
         self.close = lease.close if closes else _nothing
 
     def settle(self, rest_bytes: int) -> None:
@@ -88,7 +89,17 @@ class Tenancy:
         self._lease.arrive(stretch, wait=self._lease.device.type == "cpu" or not self._backward)
 
     def again(self, step: Step, rest_bytes: int) -> None:
-        """A step that failed is about to run again: from the start, with all the room there is."""
+        """A step that failed is to run again: from the start, with all the room there is.
+
+        What it holds is only free when the error's frames are gone, so nothing is given back before its forward begins.
+        """
+        self._again = step, rest_bytes
+
+    def begin_forward(self) -> None:
+        """Forward begins, of a step that runs again maybe."""
+        if self._again is None:
+            return
+        (step, rest_bytes), self._again = self._again, None
         self.end()
         self._advisor.budget_bytes = self._lease.room_bytes()
         while not self.begin(step, rest_bytes):
@@ -107,8 +118,12 @@ class Tenancy:
     def end(self) -> None:
         """The step is over, or given up."""
         self._backward = False
-        self._session.stops = None
+        self._session.stops = self._again = None
         self._lease.end()
+
+    def turn(self) -> None:
+        """Let another job run, if it is its turn; not while an error's frames hold what this one had."""
+        self._lease.turn()
 
     def beside(self) -> str:
         """What other jobs hold, in words."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseError, SharedBudget, SharedBudgetError
+from lightning_mimose.errors import UnitsError
 from lightning_mimose.shared import baton, lease
 from tests.helpers.sharing import block, loss, train
 
@@ -125,17 +126,18 @@ def test_one_that_is_dropped_without_being_closed_is_no_tenant_any_more():
 
 
 def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
-    shared = SharedBudget("100MB")
+    shared = SharedBudget("100MB", own_generators=False)
     with Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss) as mimose:
         mimose.step(torch.randn(8, 32))
         assert mimose.records[-1].budget_bytes == 100_000_000
-        inside, done = threading.Event(), threading.Event()
+        inside, seen_by_owner, done = threading.Event(), threading.Event(), threading.Event()
 
         def visit():
             # Not `job()`: it would wait for the end of this step, which waits for it.
             lease, _ = shared.open(torch.device("cpu"))
             lease.settle(30_000_000)
             inside.set()
+            seen_by_owner.wait(60)
             lease.close()
             done.set()
 
@@ -145,8 +147,10 @@ def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
         while not done.is_set():
             mimose.step(torch.randn(8, 32))
             seen.add(mimose.records[-1].budget_bytes)
+            if inside.is_set() and 70_000_000 in seen:
+                seen_by_owner.set()
         thread.join()
-        assert seen <= {100_000_000, 70_000_000}
+        assert seen == {100_000_000, 70_000_000}
         mimose.step(torch.randn(8, 32))
         assert mimose.records[-1].budget_bytes == 100_000_000
 
@@ -228,3 +232,75 @@ def test_a_report_before_any_job_says_so(tmp_path):
     report = SharedBudget("1GB").report()
     assert "No job has joined yet" in str(report)
     assert report.plot(tmp_path)
+
+
+def test_two_trainings_that_are_open_in_one_thread_are_refused_instead_of_waiting_for_each_other():
+    shared = SharedBudget("100MB")
+    first = Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)
+    with pytest.raises(SharedBudgetError, match="has not ended"):
+        Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)
+    first.step(torch.randn(8, 32))
+    first.close()
+    with Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss) as second:
+        second.step(torch.randn(8, 32))
+
+
+def test_a_training_that_is_refused_as_it_begins_holds_nothing_and_its_error_may_be_kept():
+    shared = SharedBudget("100MB")
+    with pytest.raises(UnitsError) as kept:
+        Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss, units=["nothing like it"])
+    model = torch.nn.Sequential(block(), block())
+    size = sum(p.nbytes for p in model.parameters())
+    tight = SharedBudget(int(2.5 * size))  # parameters and gradients, and not the update's temporaries
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    with pytest.raises(BudgetInfeasibleError) as kept_too:
+        Mimose(model, budget=tight, loss_fn=loss, optimizer=optimizer)
+    for budget in (shared, tight):
+        joined = threading.Event()
+
+        def visit(budget=budget, joined=joined):
+            with budget.job(resident="1kB"):
+                joined.set()
+
+        thread = threading.Thread(target=visit, daemon=True)
+        thread.start()
+        assert joined.wait(60)
+        thread.join()
+    assert kept.value is not kept_too.value
+
+
+def wide():
+    return torch.nn.Sequential(torch.nn.Linear(32, 4000), torch.nn.Linear(4000, 32))
+
+
+def test_a_job_that_was_refused_may_try_a_smaller_model():
+    shared = SharedBudget(400_000)
+    with shared.job():
+        with pytest.raises(BudgetInfeasibleError):
+            Mimose(torch.nn.Sequential(wide(), wide()), budget=shared, loss_fn=loss)
+        with Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss) as mimose:
+            mimose.step(torch.randn(8, 32))
+
+
+def test_a_step_that_runs_again_gives_nothing_back_while_its_error_holds_memory():
+    """Another job that waits gets what the first attempt held only after its error is gone."""
+    shared = SharedBudget("100MB", own_generators=False)
+    model = torch.nn.Sequential(block(), block(), block())
+    held = []
+
+    with Mimose(model, budget=shared, loss_fn=lambda m, x: fails_once(m, x)) as mimose:
+
+        def fails_once(module, batch):
+            out = module(batch).pow(2).mean()
+            if len(mimose.records) == 2 and not held:
+                (lease,) = [mimose._engine.tenancy._lease]
+                held.append(lease._stepping)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            if len(mimose.records) == 2:
+                held.append(mimose._engine.tenancy._again is None)
+            return out
+
+        for _ in range(3):
+            mimose.step(torch.randn(8, 32))
+        assert mimose.records[-1].retried
+    assert held == [True, True]
