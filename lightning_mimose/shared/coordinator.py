@@ -42,6 +42,8 @@ class Caller:
         """Whether it was told that somebody waits, so that it says what it gives back within a step."""
         self.standing = False
         """Whether it still does: what it was told is recalled, and it has not given it back yet."""
+        self.grant = 0
+        """How often it was told so. It says which one it gives back: an earlier one is not worth anything any more."""
 
 
 class Coordinator:
@@ -194,16 +196,14 @@ class Coordinator:
     def _serve(self, caller: Caller, job: str, message: dict[str, Any]) -> None:
         counter, op = self._counter, message["op"]
         assert counter is not None
-        if caller.standing and op in ("back", "begin", "build", "settle"):
-            caller.standing = False
-            if op == "back":
-                counter.take_back(job, int(message["rest"]), int(message["least"]))
-            else:
-                counter.end(job)  # it has not heard yet that it need not ask
-                caller.alone = False
-                self._say(caller, {"alone": False})
+        if caller.standing and op in ("begin", "build", "settle"):
+            caller.standing = caller.alone = False
+            counter.end(job)  # it has not heard yet that it need not ask, or holds something else from now on
+            self._say(caller, {"alone": False, "grant": caller.grant})
         if op == "back":
-            pass
+            if caller.standing and message["grant"] == caller.grant:
+                caller.standing = False
+                counter.take_back(job, int(message["rest"]), int(message["least"]))
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
             verdict = counter.begin(job, claim, int(message["rest"]))
@@ -258,11 +258,12 @@ class Coordinator:
             if caller.alone and not counter.alone(job):
                 caller.alone = False
                 with suppress(OSError):
-                    self._say(caller, {"alone": False})
+                    self._say(caller, {"alone": False, "grant": caller.grant})
             elif not caller.alone and not caller.standing and counter.give_all(job):
                 caller.alone = caller.standing = True
+                caller.grant += 1
                 with suppress(OSError):
-                    self._say(caller, {"alone": True})
+                    self._say(caller, {"alone": True, "grant": caller.grant})
 
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}

@@ -52,6 +52,8 @@ class Link:
         self.plan: tuple[int, int] | None = None
         """What the next step may be planned with, and its room, as of the last answer."""
         self._alone_in_step = False
+        self._grant = 0
+        """Which of the times that it was told to be alone was the latest."""
         self._file = own_file(meeting, job)
         try:
             self._socket = self._connect()
@@ -73,6 +75,8 @@ class Link:
         with self._changed:
             self._number += 1
             message["n"] = self._number
+            if message["op"] in ("begin", "build", "settle"):  # whatever step there was has ended
+                self._alone_in_step = False
             self._granted, self._answer, self._pending = None, None, message
             self._send(message)
             self._changed.wait_for(lambda: self._answer is not None or self._failed is not None)
@@ -213,13 +217,14 @@ class Link:
                 if self.wanted and self._claim is not None and not self._alone_in_step:
                     self._send({"op": "advance", "at": self._at})
             if "alone" in message:
-                self.alone = bool(message["alone"])
+                self.alone, self._grant = bool(message["alone"]), int(message["grant"])
                 if not self.alone and not self._alone_in_step:
                     self._give_back()
             self._changed.notify_all()
 
     def _give_back(self) -> None:
-        self._send({"op": "back", "rest": self._rest_bytes, "least": self._least_bytes})
+        back = {"op": "back", "grant": self._grant, "rest": self._rest_bytes, "least": self._least_bytes}
+        self._send(back)
 
     def _come_back(self) -> None:
         """The coordinator is gone: find or start another one, and say what this job holds."""

@@ -277,3 +277,35 @@ def test_a_forked_child_does_not_keep_the_lease_of_its_parent(name):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     two.leave("b")
+
+
+def test_one_that_is_alone_and_settles_again_is_still_waited_for(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    assert one.settle("a", 300).reach == 1
+    one.others("a")  # whatever was said about being alone was heard and answered before this was
+    soon(lambda: one.alone("a"))
+    one.others("a")
+    assert one.begin("a", Claim.of([1000]), 300).reach == 1
+    two.join("b", 1.0)
+    assert two.settle("b", 200).reach == 0
+    one.end("a")
+    assert two.wait("b") == 1
+    assert two.others("b") == {"a": 300}
+    one.leave("a")
+    two.leave("b")
+
+
+def test_one_that_settles_within_a_step_of_its_own_does_not_keep_the_budget(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    assert one.begin("a", Claim.of([1000]), 100).reach == 1
+    assert one.settle("a", 300).reach == 1
+    soon(lambda: one.alone("a"))
+    two.join("b", 1.0)
+    assert two.settle("b", 200).reach or two.wait("b")
+    assert two.others("b") == {"a": 300}
+    one.leave("a")
+    two.leave("b")
