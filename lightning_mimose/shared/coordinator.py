@@ -106,12 +106,15 @@ class Coordinator:
                     self._heard(caller, message)
         except BlockingIOError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            # Whoever breaks off, or talks nonsense, has lost its lease; nobody else is concerned.
-            if not isinstance(error, OSError):
-                with suppress(OSError):
-                    self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
-            self._drop(caller)
+        except Exception as error:
+            self._shut_out(caller, error)
+
+    def _shut_out(self, caller: Caller, error: Exception) -> None:
+        """Whoever breaks off, or talks nonsense of any kind, has lost its lease; nobody else is concerned."""
+        if not isinstance(error, OSError):
+            with suppress(OSError):
+                self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
+        self._drop(caller)
 
     def _say(self, caller: Caller, message: dict[str, Any]) -> None:
         caller.out += encode(message)
@@ -138,13 +141,16 @@ class Coordinator:
     # --- what is said -----------------------------------------------------------------------------------------
 
     def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
-        if caller.job is None and message["op"] == "peek":
+        op = message["op"]
+        if caller.job is None and op in ("peek", "history"):
             if self._agreed(caller, message):
-                assert self._counter is not None
-                self._say(caller, {"budget": self._counter.bank.budget_bytes})
+                counter = self._counter
+                assert counter is not None
+                peek = {"budget": counter.bank.budget_bytes}
+                self._say(caller, peek if op == "peek" else {"history": counter.ledger.to_dict()})
         elif caller.job is None:
             self._welcome(caller, message)
-        elif self._missing and message["op"] not in ("advance", "end", "back"):
+        elif self._missing and op not in ("advance", "end", "back"):
             self._asked_early.append((caller, message))
         else:
             self._serve(caller, caller.job, message)
@@ -224,8 +230,6 @@ class Coordinator:
             self._say(caller, {"n": message["n"], "answer": self._plan(job)})
         elif op == "others":
             self._say(caller, {"n": message["n"], "answer": counter.others(job)})
-        elif op == "history":
-            self._say(caller, {"n": message["n"], "answer": counter.ledger.to_dict()})
         else:
             raise ValueError(f"there is no {op!r}")
 
@@ -271,7 +275,10 @@ class Coordinator:
             waiting, self._asked_early = self._asked_early, []
             for caller, message in waiting:
                 if caller.job is not None and self._callers.get(caller.job) is caller:
-                    self._serve(caller, caller.job, message)
+                    try:
+                        self._serve(caller, caller.job, message)
+                    except Exception as error:
+                        self._shut_out(caller, error)
             self._tell()
 
 

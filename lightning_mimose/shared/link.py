@@ -177,25 +177,41 @@ class Link:
     # --- hearing ----------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
+        try:
+            self._hear_on()
+        except Exception as error:  # whatever it is: the training waits, and nobody else would tell it
+            self._fail(error)
+
+    def _hear_on(self) -> None:
         lines = Lines()
         while not self._closed:
             try:
                 data = self._socket.recv(1 << 16)
                 if not data:
                     raise ConnectionError
-                for message in lines.feed(data):
-                    self._heard(message)
-            except (OSError, ValueError):
+            except OSError:
                 lines = Lines()
                 with self._changed:
                     if self._closed:
                         return
-                    try:
-                        self._come_back()
-                    except SharedBudgetError as error:
-                        self._failed = error
-                        self._changed.notify_all()
-                        return
+                    self._come_back()
+            else:
+                for message in lines.feed(data):
+                    raise_error(message, self._meeting, self._hello)
+                    self._heard(message)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, SharedBudgetError):
+            failed = SharedBudgetError(
+                f"Job {self.job!r} has lost the coordinator of the shared budget {self._meeting.name!r}: "
+                f"{type(error).__name__}: {error}. Start its training again from its last checkpoint."
+            )
+            failed.__cause__ = error
+            error = failed
+        with self._changed:
+            self._failed = error
+            self.alone = False  # it would never hear that it is not any more
+            self._changed.notify_all()
 
     def _heard(self, message: dict[str, Any]) -> None:
         with self._changed:

@@ -29,8 +29,8 @@ class RemoteBroker:
 
     def __init__(self, meeting: Meeting, budget_bytes: int | None, device: str) -> None:
         self._meeting, self._device = meeting, device
-        self._peek = {"op": "peek", "version": VERSION, "budget": budget_bytes, "device": device}
-        self.budget_bytes = int(self._ask_once()["budget"])
+        self._peek = {"version": VERSION, "budget": budget_bytes, "device": device}
+        self.budget_bytes = int(self._ask_once("peek")["budget"])
         self._links: dict[str, Link] = {}
         self._wishes: dict[str, tuple[int, int]] = {}
         self._latest: dict[str, Any] = {"held": [], "waits": []}
@@ -46,7 +46,7 @@ class RemoteBroker:
         if link is not None:
             if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
                 with suppress(SharedBudgetError):
-                    self._latest = link.request(op="history")
+                    self._latest = self._ask_once("history")["history"]
             link.close()
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
@@ -144,13 +144,13 @@ class RemoteBroker:
 
     def history(self) -> dict[str, Any]:
         """The ledger, as plain data."""
-        link = next(iter(self._links.values()), None)
-        return self._latest if link is None else dict(link.request(op="history"))
+        return dict(self._ask_once("history")["history"]) if self._links else self._latest
 
-    def _ask_once(self) -> dict[str, Any]:
+    def _ask_once(self, op: str) -> dict[str, Any]:
+        """Ask over a connection of its own: those of the jobs are in use, one of them may be waiting."""
         said: dict[str, Any] | None = None
         while said is None:
             with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
-                said = ask_once(connection, self._peek)
+                said = ask_once(connection, {"op": op, **self._peek})
         raise_error(said, self._meeting, self._peek)
         return said
