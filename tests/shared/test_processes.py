@@ -368,3 +368,31 @@ def test_a_job_fails_where_no_other_coordinator_can_be_started(name, monkeypatch
     monkeypatch.undo()
     one.leave("a")
     two.leave("b")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_coordinator_that_dies_just_after_a_grant_has_granted(name, monkeypatch, waits):
+    states, ends = [], []
+
+    def connect(link, state=None):
+        states.append(state)
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return ours
+
+    monkeypatch.setattr(Link, "_connect", connect)
+    link = Link(Meeting(name), "a", 1.0, 1000, "cpu")
+    granted = b'{"n":1,"answer":[2,900,false,false]}\n'
+    ends[0].sendall(b'{"wanted":false}\n')
+    threading.Timer(
+        0.1,
+        lambda: (
+            ends[0].sendall(b'{"n":1,"answer":[0,900,false,false]}\n{"granted":2}\n' if waits else granted),
+            ends[0].close(),
+        ),
+    ).start()
+    link.request(Claim.of([500, 700]), op="begin", needs=[500, 700], rest=100)
+    soon(lambda: len(states) == 2)
+    assert states[1] == {"rest": 100, "least": 0, "needs": [500, 700], "at": 0, "reach": 2}
+    link.close()
+    ends[1].close()
