@@ -42,6 +42,8 @@ class Caller:
         """Whether it was told that somebody waits, so that it says what it gives back within a step."""
         self.standing = False
         """Whether it still does: what it was told is recalled, and it has not given it back yet."""
+        self.grant = 0
+        """How often it was told so. It says which one it gives back: an earlier one is not worth anything any more."""
 
 
 class Coordinator:
@@ -104,12 +106,15 @@ class Coordinator:
                     self._heard(caller, message)
         except BlockingIOError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            # Whoever breaks off, or talks nonsense, has lost its lease; nobody else is concerned.
-            if not isinstance(error, OSError):
-                with suppress(OSError):
-                    self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
-            self._drop(caller)
+        except Exception as error:
+            self._shut_out(caller, error)
+
+    def _shut_out(self, caller: Caller, error: Exception) -> None:
+        """Whoever breaks off, or talks nonsense of any kind, has lost its lease; nobody else is concerned."""
+        if not isinstance(error, OSError):
+            with suppress(OSError):
+                self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
+        self._drop(caller)
 
     def _say(self, caller: Caller, message: dict[str, Any]) -> None:
         caller.out += encode(message)
@@ -136,13 +141,16 @@ class Coordinator:
     # --- what is said -----------------------------------------------------------------------------------------
 
     def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
-        if caller.job is None and message["op"] == "peek":
+        op = message["op"]
+        if caller.job is None and op in ("peek", "history"):
             if self._agreed(caller, message):
-                assert self._counter is not None
-                self._say(caller, {"budget": self._counter.bank.budget_bytes})
+                counter = self._counter
+                assert counter is not None
+                peek = {"budget": counter.bank.budget_bytes}
+                self._say(caller, peek if op == "peek" else {"history": counter.ledger.to_dict()})
         elif caller.job is None:
             self._welcome(caller, message)
-        elif self._missing and message["op"] not in ("advance", "end", "back"):
+        elif self._missing and op not in ("advance", "end", "back"):
             self._asked_early.append((caller, message))
         else:
             self._serve(caller, caller.job, message)
@@ -194,16 +202,14 @@ class Coordinator:
     def _serve(self, caller: Caller, job: str, message: dict[str, Any]) -> None:
         counter, op = self._counter, message["op"]
         assert counter is not None
-        if caller.standing and op in ("back", "begin", "build", "settle"):
-            caller.standing = False
-            if op == "back":
-                counter.take_back(job, int(message["rest"]), int(message["least"]))
-            else:
-                counter.end(job)  # it has not heard yet that it need not ask
-                caller.alone = False
-                self._say(caller, {"alone": False})
+        if caller.standing and op in ("begin", "build", "settle"):
+            caller.standing = caller.alone = False
+            counter.end(job)  # it has not heard yet that it need not ask, or holds something else from now on
+            self._say(caller, {"alone": False, "grant": caller.grant})
         if op == "back":
-            pass
+            if caller.standing and message["grant"] == caller.grant:
+                caller.standing = False
+                counter.take_back(job, int(message["rest"]), int(message["least"]))
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
             verdict = counter.begin(job, claim, int(message["rest"]))
@@ -224,8 +230,6 @@ class Coordinator:
             self._say(caller, {"n": message["n"], "answer": self._plan(job)})
         elif op == "others":
             self._say(caller, {"n": message["n"], "answer": counter.others(job)})
-        elif op == "history":
-            self._say(caller, {"n": message["n"], "answer": counter.ledger.to_dict()})
         else:
             raise ValueError(f"there is no {op!r}")
 
@@ -258,11 +262,12 @@ class Coordinator:
             if caller.alone and not counter.alone(job):
                 caller.alone = False
                 with suppress(OSError):
-                    self._say(caller, {"alone": False})
+                    self._say(caller, {"alone": False, "grant": caller.grant})
             elif not caller.alone and not caller.standing and counter.give_all(job):
                 caller.alone = caller.standing = True
+                caller.grant += 1
                 with suppress(OSError):
-                    self._say(caller, {"alone": True})
+                    self._say(caller, {"alone": True, "grant": caller.grant})
 
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}
@@ -270,7 +275,10 @@ class Coordinator:
             waiting, self._asked_early = self._asked_early, []
             for caller, message in waiting:
                 if caller.job is not None and self._callers.get(caller.job) is caller:
-                    self._serve(caller, caller.job, message)
+                    try:
+                        self._serve(caller, caller.job, message)
+                    except Exception as error:
+                        self._shut_out(caller, error)
             self._tell()
 
 

@@ -40,8 +40,11 @@ class Link:
         self._answer: Any = None
         self._number = 0
         """Of what was asked last: an answer to what an earlier coordinator was asked is none to this."""
+        self._asked: Claim | None = None
+        """The step that was asked for."""
+        self._answered = False
+        """Whether there was an answer: another one to the same is that of another coordinator."""
         self._granted: int | None = None
-        self._waits = False
         self._failed: SharedBudgetError | None = None
         self._closed = False
         # What another coordinator would have to know.
@@ -52,6 +55,8 @@ class Link:
         self.plan: tuple[int, int] | None = None
         """What the next step may be planned with, and its room, as of the last answer."""
         self._alone_in_step = False
+        self._grant = 0
+        """Which of the times that it was told to be alone was the latest."""
         self._file = own_file(meeting, job)
         try:
             self._socket = self._connect()
@@ -64,8 +69,12 @@ class Link:
 
     # --- asking -----------------------------------------------------------------------------------------------
 
-    def request(self, **message: Any) -> Any:
+    def request(self, claim: Claim | None = None, **message: Any) -> Any:
         """Ask, and return the answer.
+
+        Args:
+            claim: Of the step that is asked for.
+            message: What is said.
 
         Raises:
             SharedBudgetError: There is no coordinator, and none could be started.
@@ -73,26 +82,21 @@ class Link:
         with self._changed:
             self._number += 1
             message["n"] = self._number
+            if message["op"] in ("begin", "build", "settle"):  # whatever step there was has ended
+                self._alone_in_step = False
             self._granted, self._answer, self._pending = None, None, message
+            self._asked, self._answered = claim, False
             self._send(message)
             self._changed.wait_for(lambda: self._answer is not None or self._failed is not None)
             if self._failed is not None:
                 raise self._failed
             answer, self._answer = self._answer, None
-            waits = message["op"] in ("begin", "ask", "settle", "build") and not answer[0] and not answer[2]
-            if not waits:
-                self._pending = None
             return answer
 
     def tell(self, **message: Any) -> None:
         """Say something that has no answer."""
         with self._changed:
             self._send(message)
-
-    def settled(self, rest_bytes: int) -> None:
-        """Between steps this is what the job holds."""
-        with self._changed:
-            self._rest_bytes, self._claim = rest_bytes, None
 
     def needs_at_least(self, least_bytes: int) -> None:
         """A step of this job needs so much under any plan."""
@@ -106,16 +110,6 @@ class Link:
             if self.alone:
                 self._rest_bytes = rest_bytes
             return self.alone
-
-    def began(self, claim: Claim, rest_bytes: int, reach: int) -> None:
-        """A step was granted, as far as `reach`."""
-        with self._changed:
-            self._claim, self._rest_bytes, self._at, self._reach = claim, rest_bytes, 0, reach
-
-    def reached(self, reach: int) -> None:
-        """More of it was granted."""
-        with self._changed:
-            self._reach = reach
 
     def advance(self, at: int) -> None:
         """The step has come to a boundary."""
@@ -140,11 +134,7 @@ class Link:
     def wait(self) -> int:
         """Wait for what was asked for."""
         with self._changed:
-            self._waits = True
-            try:
-                self._changed.wait_for(lambda: self._granted is not None or self._failed is not None)
-            finally:
-                self._waits = False
+            self._changed.wait_for(lambda: self._granted is not None or self._failed is not None)
             if self._failed is not None:
                 raise self._failed
             granted, self._granted = self._granted, None
@@ -173,39 +163,51 @@ class Link:
     # --- hearing ----------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
+        try:
+            self._hear_on()
+        except Exception as error:  # whatever it is: the training waits, and nobody else would tell it
+            self._fail(error)
+
+    def _hear_on(self) -> None:
         lines = Lines()
         while not self._closed:
             try:
                 data = self._socket.recv(1 << 16)
                 if not data:
                     raise ConnectionError
-                for message in lines.feed(data):
-                    self._heard(message)
-            except (OSError, ValueError):
+            except OSError:
                 lines = Lines()
                 with self._changed:
                     if self._closed:
                         return
-                    try:
-                        self._come_back()
-                    except SharedBudgetError as error:
-                        self._failed = error
-                        self._changed.notify_all()
-                        return
+                    self._come_back()
+            else:
+                for message in lines.feed(data):
+                    raise_error(message, self._meeting, self._hello)
+                    self._heard(message)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, SharedBudgetError):
+            failed = SharedBudgetError(
+                f"Job {self.job!r} has lost the coordinator of the shared budget {self._meeting.name!r}: "
+                f"{type(error).__name__}: {error}. Start its training again from its last checkpoint."
+            )
+            failed.__cause__ = error
+            error = failed
+        with self._changed:
+            self._failed = error
+            self.alone = False  # it would never hear that it is not any more
+            self._changed.notify_all()
 
     def _heard(self, message: dict[str, Any]) -> None:
         with self._changed:
             if message.get("n", self._number) != self._number:
                 return
-            if "answer" in message and self._waits:
-                # What was asked of an earlier coordinator was asked anew of this one.
-                reach, _, refused, _ = message["answer"]
-                if reach or refused:
-                    self._granted, self._pending = int(reach), None
-            elif "answer" in message:
-                self._answer = message["answer"]
+            if "answer" in message and self._pending is not None:
+                self._hear_answer(self._pending["op"], message["answer"])
             if "granted" in message and self._pending is not None:
-                self._granted, self._pending = int(message["granted"]), None
+                self._granted = int(message["granted"])
+                self._take(self._granted)
             if "plan" in message:
                 self.plan = (int(message["plan"][0]), int(message["plan"][1]))
             if "wanted" in message:
@@ -213,13 +215,40 @@ class Link:
                 if self.wanted and self._claim is not None and not self._alone_in_step:
                     self._send({"op": "advance", "at": self._at})
             if "alone" in message:
-                self.alone = bool(message["alone"])
+                self.alone, self._grant = bool(message["alone"]), int(message["grant"])
                 if not self.alone and not self._alone_in_step:
                     self._give_back()
             self._changed.notify_all()
 
+    def _hear_answer(self, op: str, answer: Any) -> None:
+        again, self._answered = self._answered, True
+        if not again:
+            self._answer = answer
+        if op not in ("begin", "ask", "settle", "build"):
+            self._pending = None
+            return
+        reach, room_bytes, refused, _ = answer
+        if op == "build":
+            self._asked = Claim.of([room_bytes])
+        if reach or refused:
+            if again:  # the first answer was to wait
+                self._granted = int(reach)
+            self._take(int(reach))
+
+    def _take(self, reach: int) -> None:
+        """What was asked for is there: from now on another coordinator would have to know it."""
+        asked, self._pending = self._pending, None
+        if not reach or asked is None:
+            return
+        if asked["op"] == "ask":
+            self._reach = reach
+        else:
+            self._claim, self._rest_bytes = self._asked, int(asked.get("rest", 0))
+            self._at, self._reach = 0, reach
+
     def _give_back(self) -> None:
-        self._send({"op": "back", "rest": self._rest_bytes, "least": self._least_bytes})
+        back = {"op": "back", "grant": self._grant, "rest": self._rest_bytes, "least": self._least_bytes}
+        self._send(back)
 
     def _come_back(self) -> None:
         """The coordinator is gone: find or start another one, and say what this job holds."""

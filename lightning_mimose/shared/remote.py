@@ -29,12 +29,11 @@ class RemoteBroker:
 
     def __init__(self, meeting: Meeting, budget_bytes: int | None, device: str) -> None:
         self._meeting, self._device = meeting, device
-        self._peek = {"op": "peek", "version": VERSION, "budget": budget_bytes, "device": device}
-        self.budget_bytes = int(self._ask_once()["budget"])
+        self._peek = {"version": VERSION, "budget": budget_bytes, "device": device}
+        self.budget_bytes = int(self._ask_once("peek")["budget"])
         self._links: dict[str, Link] = {}
         self._wishes: dict[str, tuple[int, int]] = {}
         self._latest: dict[str, Any] = {"held": [], "waits": []}
-        self._asked: dict[str, tuple[Claim | None, int]] = {}
 
     def join(self, job: str, weight: float) -> None:
         """Open an account."""
@@ -46,63 +45,34 @@ class RemoteBroker:
         if link is not None:
             if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
                 with suppress(SharedBudgetError):
-                    self._latest = link.request(op="history")
+                    self._latest = self._ask_once("history")["history"]
             link.close()
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
-        link = self._links[job]
-        verdict = Verdict(*link.request(op="settle", rest=rest_bytes, patient=patient))
-        self._asked[job] = (None, rest_bytes)
-        if verdict.reach:
-            link.settled(rest_bytes)
-        return verdict
+        return Verdict(*self._links[job].request(op="settle", rest=rest_bytes, patient=patient))
 
     def build(self, job: str) -> Verdict:
         """Ask for all the room there is."""
-        verdict = Verdict(*self._links[job].request(op="build"))
-        claim = Claim.of([verdict.room_bytes])
-        self._asked[job] = (claim, 0)
-        if verdict.reach:
-            self._links[job].began(claim, 0, verdict.reach)
-        return verdict
+        return Verdict(*self._links[job].request(op="build"))
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         link = self._links[job]
         if link.begin_alone(rest_bytes):
             return Verdict(len(claim), self.budget_bytes)
-        verdict = Verdict(*link.request(op="begin", needs=list(claim.needs), rest=rest_bytes))
-        self._asked[job] = (claim, rest_bytes)
+        verdict = Verdict(*link.request(claim, op="begin", needs=list(claim.needs), rest=rest_bytes))
         if verdict.refused:
             self._wishes.pop(job, None)  # what was said last is not true any more
-        if verdict.reach:
-            link.began(claim, rest_bytes, verdict.reach)
         return verdict
 
     def ask(self, job: str) -> Verdict:
         """Ask for more of it."""
-        link = self._links[job]
-        verdict = Verdict(*link.request(op="ask"))
-        self._asked.pop(job, None)
-        if verdict.reach:
-            link.reached(verdict.reach)
-        return verdict
+        return Verdict(*self._links[job].request(op="ask"))
 
     def wait(self, job: str) -> int:
         """Wait for what was asked for."""
-        link = self._links[job]
-        reach = link.wait()
-        asked = self._asked.pop(job, None)
-        if reach and asked is None:
-            link.reached(reach)
-        elif reach and asked is not None:
-            claim, rest_bytes = asked
-            if claim is None:
-                link.settled(rest_bytes)
-            else:
-                link.began(claim, rest_bytes, reach)
-        return reach
+        return self._links[job].wait()
 
     def advance(self, job: str, at: int) -> None:
         """The step has come to a boundary."""
@@ -144,13 +114,13 @@ class RemoteBroker:
 
     def history(self) -> dict[str, Any]:
         """The ledger, as plain data."""
-        link = next(iter(self._links.values()), None)
-        return self._latest if link is None else dict(link.request(op="history"))
+        return dict(self._ask_once("history")["history"]) if self._links else self._latest
 
-    def _ask_once(self) -> dict[str, Any]:
+    def _ask_once(self, op: str) -> dict[str, Any]:
+        """Ask over a connection of its own: those of the jobs are in use, one of them may be waiting."""
         said: dict[str, Any] | None = None
         while said is None:
             with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
-                said = ask_once(connection, self._peek)
+                said = ask_once(connection, {"op": op, **self._peek})
         raise_error(said, self._meeting, self._peek)
         return said

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import threading
 import time
 
@@ -16,6 +17,7 @@ import torch
 from lightning_mimose import SharedBudget, SharedBudgetError
 from lightning_mimose.shared import reach, wire
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.remote import RemoteBroker
 from lightning_mimose.shared.wire import Meeting
 from tests.helpers import sharing
@@ -227,6 +229,10 @@ def test_a_server_of_another_user_is_not_talked_to(name, monkeypatch):
         b'{"op": "fly"}\n',
         b'{"op": "hello"}\n',
         b'{"op":"hello","version":1,"job":"x","weight":-1,"budget":1000,"device":"cpu"}\n',
+        b'{"op":"hello","version":1,"job":"x","weight":1,"budget":1e999,"device":"cpu"}\n',
+        b'{"op":"hello","version":1,"job":"x","weight":1,"budget":1000,"device":"cpu",'
+        b'"state":{"needs":[1],"rest":1,"least":1,"at":7,"reach":8}}\n',
+        b"[" * 500_000 + b"]" * 500_000 + b"\n",
         b"x" * (2 << 20),
     ],
 )
@@ -239,7 +245,7 @@ def test_who_talks_nonsense_is_shut_out_and_nobody_else_is(name, line):
         try:
             stranger.sendall(line)
             answer = stranger.recv(1 << 16)
-            assert json.loads(answer)["error"] == "nonsense"
+            assert json.loads(answer.splitlines()[-1])["error"] == "nonsense"
             assert stranger.recv(1 << 16) == b""
         except (ConnectionResetError, BrokenPipeError):
             pass  # it did not even wait for the end of the line
@@ -277,3 +283,116 @@ def test_a_forked_child_does_not_keep_the_lease_of_its_parent(name):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     two.leave("b")
+
+
+def test_one_that_is_alone_and_settles_again_is_still_waited_for(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    assert one.settle("a", 300).reach == 1
+    one.others("a")  # whatever was said about being alone was heard and answered before this was
+    soon(lambda: one.alone("a"))
+    one.others("a")
+    assert one.begin("a", Claim.of([1000]), 300).reach == 1
+    two.join("b", 1.0)
+    assert two.settle("b", 200).reach == 0
+    one.end("a")
+    assert two.wait("b") == 1
+    assert two.others("b") == {"a": 300}
+    one.leave("a")
+    two.leave("b")
+
+
+def test_one_that_settles_within_a_step_of_its_own_does_not_keep_the_budget(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    soon(lambda: one.alone("a"))
+    assert one.begin("a", Claim.of([1000]), 100).reach == 1
+    assert one.settle("a", 300).reach == 1
+    soon(lambda: one.alone("a"))
+    two.join("b", 1.0)
+    assert two.settle("b", 200).reach or two.wait("b")
+    assert two.others("b") == {"a": 300}
+    one.leave("a")
+    two.leave("b")
+
+
+def test_a_report_does_not_disturb_a_job_that_waits(name):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+    assert one.begin("a", Claim.of([800]), 100).reach
+    assert two.begin("b", Claim.of([800]), 100).reach == 0
+    granted = []
+    thread = threading.Thread(target=lambda: granted.append(two.wait("b")), daemon=True)
+    thread.start()
+    assert two.history()["held"][-1][1:] == ["a", 800]
+    one.end("a")
+    thread.join(timeout=10)
+    assert granted == [1]
+    one.leave("a")
+    two.leave("b")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"no json\n", b"[1]\n", b'{"alone": 1}\n', b'{"error": "nonsense", "text": "x"}\n', b"x" * (wire.MOST_BYTES + 1)],
+)
+def test_a_job_fails_where_it_cannot_understand_the_coordinator(name, monkeypatch, line):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(Link, "_connect", lambda self, state=None: ours)
+    link = Link(Meeting(name), "a", 1.0, 1000, "cpu")
+    with theirs:
+        theirs.sendall(line)
+        with pytest.raises(SharedBudgetError, match=r"Job 'a' has lost|does not understand this job"):
+            link.request(op="others")
+        assert not link.alone
+        link.close()
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), subprocess.TimeoutExpired("python", 20.0)])
+def test_a_job_fails_where_no_other_coordinator_can_be_started(name, monkeypatch, error):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+    one.begin("a", Claim.of([800]), 100)
+    assert two.begin("b", Claim.of([800]), 100).reach == 0
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("lightning_mimose.shared.link.connect", fail)
+    kill_coordinator(name)
+    with pytest.raises(SharedBudgetError, match="Job 'b' has lost the coordinator"):
+        two.wait("b")
+    monkeypatch.undo()
+    one.leave("a")
+    two.leave("b")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_coordinator_that_dies_just_after_a_grant_has_granted(name, monkeypatch, waits):
+    states, ends = [], []
+
+    def connect(link, state=None):
+        states.append(state)
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return ours
+
+    monkeypatch.setattr(Link, "_connect", connect)
+    link = Link(Meeting(name), "a", 1.0, 1000, "cpu")
+    granted = b'{"n":1,"answer":[2,900,false,false]}\n'
+    ends[0].sendall(b'{"wanted":false}\n')
+    threading.Timer(
+        0.1,
+        lambda: (
+            ends[0].sendall(b'{"n":1,"answer":[0,900,false,false]}\n{"granted":2}\n' if waits else granted),
+            ends[0].close(),
+        ),
+    ).start()
+    link.request(Claim.of([500, 700]), op="begin", needs=[500, 700], rest=100)
+    soon(lambda: len(states) == 2)
+    assert states[1] == {"rest": 100, "least": 0, "needs": [500, 700], "at": 0, "reach": 2}
+    link.close()
+    ends[1].close()
