@@ -150,7 +150,8 @@ def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
             if inside.is_set() and 70_000_000 in seen:
                 seen_by_owner.set()
         thread.join()
-        assert seen == {100_000_000, 70_000_000}
+        assert 70_000_000 in seen
+        assert seen <= {100_000_000, 70_000_000}
         mimose.step(torch.randn(8, 32))
         assert mimose.records[-1].budget_bytes == 100_000_000
 
