@@ -500,7 +500,9 @@ class Advisor:
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         timeline, prediction = self.timeline(batch_or_size)
-        plan = self.planner.answer(self.menu(timeline), budget, self._margin_bytes(prediction, timeline, budget))
+        key = self.tracker.look(batch_or_size)
+        margin = self._margin_bytes(prediction, timeline, budget)
+        plan = self.planner.answer(key, self.menu(timeline), budget, margin)
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)

@@ -58,6 +58,7 @@ class Planner:
 
     def __init__(self, planner: PlannerChoice = "auto") -> None:
         self.cache = PlanCache()
+        self._answers = PlanCache(capacity=64)
         self.scheduler = Scheduler(planner)
         self._savers: tuple[Plan, ...] = ()
         self._asked: set[tuple[Hashable, int]] = set()
@@ -65,6 +66,7 @@ class Planner:
     def forget(self) -> None:
         """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
         self.cache.clear()
+        self._answers.clear()
         self._asked.clear()
 
     def plan(
@@ -106,12 +108,15 @@ class Planner:
         used.append(plan)
         return Answer(plan, infeasible)
 
-    def answer(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
-        """As `plan`, for who asks outside of training and waits: nothing is remembered. None if nothing fits."""
-        plan = self._quick(menu, budget_bytes, margin_bytes, self._savers)
+    def answer(self, key: Hashable, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
+        """As `plan`, for who asks outside of training and waits: training takes no notice. None if nothing fits."""
+        known = [*self._answers.incumbents(key, budget_bytes), *self._savers]
+        plan = self._quick(menu, budget_bytes, margin_bytes, known)
         if plan is None:
             hard = self._hard(menu, budget_bytes, margin_bytes)
             plan = hard if hard.predicted_peak_bytes <= budget_bytes else None
+        if plan is not None:
+            self._answers.put(key, budget_bytes, plan)
         return plan
 
     def least(self, menu: Timeline, budget_bytes: int) -> Plan:

@@ -91,8 +91,8 @@ def test_the_margin_is_used_only_where_there_is_no_other_plan(made: Planner) -> 
     assert plan is not None
     assert not infeasible
     assert plan.predicted_peak_bytes == least
-    assert made.answer(TIMELINE, least + 10, 1000) is not None
-    assert made.answer(TIMELINE, least - 1, 0) is None
+    assert made.answer("size", TIMELINE, least + 10, 1000) is not None
+    assert made.answer("size", TIMELINE, least - 1, 0) is None
 
 
 @pytest.mark.parametrize("choice", ["exact", "greedy", lambda timeline, budget: {}])
