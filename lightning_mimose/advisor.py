@@ -380,13 +380,17 @@ class Advisor:
             self._views[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
         return self._views[slot]
 
+    def _forget_plans(self) -> None:
+        """What plans, peaks and views were made from is no longer believed."""
+        self.planner.forget()
+        self._actual_peaks.clear()
+        self._views.clear()
+
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""
         if units != self.left_out:
             self.left_out = set(units)
-            self.planner.forget()
-            self._actual_peaks.clear()
-            self._views.clear()
+            self._forget_plans()
 
     def most_saving(self, size: BatchSize, resident: Resident) -> Advice:
         """The plan with the least peak, as far as it is known; no plan means the shelter."""
@@ -424,9 +428,7 @@ class Advisor:
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
-        self.planner.forget()
-        self._actual_peaks.clear()
-        self._views.clear()
+        self._forget_plans()
 
     def verify(
         self, size: BatchSize, resident: Resident, plan: Plan, predicted_bytes: int, measured_bytes: int
@@ -448,9 +450,7 @@ class Advisor:
         bound = self.estimator.varies or any(action in (OFFLOAD, *SPLITS) for action in dict(plan).values())
         if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
             return
-        self.planner.forget()
-        self._actual_peaks.clear()
-        self._views.clear()
+        self._forget_plans()
         prediction = self.estimator.predict(dict(size.dims))
         if self._inputs_die:
             self._inputs_die = False  # and for good: something holds inputs that looked free
@@ -472,9 +472,7 @@ class Advisor:
     def forget(self) -> None:
         """What is trained has changed: nothing that was measured before holds any more."""
         self.estimator = Estimator()
-        self.planner.forget()
-        self._actual_peaks.clear()
-        self._views.clear()
+        self._forget_plans()
         self._inputs_die = None
 
     def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:

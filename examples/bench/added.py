@@ -45,11 +45,11 @@ DISTINCT_SIZES = 10_000
 class Block(nn.Module):
     """A residual MLP of six parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Adds to its input."""
@@ -62,7 +62,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(UNITS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(UNITS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The mean square."""

@@ -14,24 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench import added
+from bench.added import Block
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session, patch_unit
 from lightning_mimose.loop import Mimose
 from lightning_mimose.units import Unit, find_units
-
-
-class Block(nn.Module):
-    """A residual MLP."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds to its input."""
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def stack(depth: int, width: int) -> nn.Sequential:

@@ -82,9 +82,7 @@ def recompute(
     Returns:
         What the forward returned.
     """
-    # Nothing but tensors, as is usual, needs no taking apart.
-    plain = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
-    leaves, spec = (list(args), None) if plain else tree_flatten((args, kwargs))
+    leaves, spec = flattened(args, kwargs)
     # The first run gets the caller's own containers, which it may fill (a list of auxiliary losses); a recomputation
     # gets copies of what they held then.
     first: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
@@ -124,6 +122,13 @@ def recompute(
         return checkpoint(region, *tensors, use_reentrant=False, early_stop=early)
     with set_checkpoint_early_stop(early):
         return checkpoint(region, *tensors, use_reentrant=False)
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and their structure; None if they are tensors by position, as is usual."""
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
 
 
 class _StoppedInTorchScript:

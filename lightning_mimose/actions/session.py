@@ -21,7 +21,7 @@ from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
-from lightning_mimose.actions.recompute import RegionObserver, opaque_argument, recompute
+from lightning_mimose.actions.recompute import RegionObserver, flattened, opaque_argument, recompute
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import StepRecorder
@@ -197,8 +197,7 @@ class _Calls:
         if action == OFFLOAD and self._session.offloader is not None:
             return self._offloaded(self._session.offloader, args, kwargs)
         if action in REPEATING:
-            plain = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
-            leaves = list(args) if plain else tree_leaves((args, kwargs))
+            leaves, _ = flattened(args, kwargs)
             if self._can_be_repeated(leaves, args, kwargs):
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)

@@ -181,8 +181,8 @@ class ResidentLedger:
         """Count parameters and buffers again (after layers were frozen, added or converted)."""
         parameters = {id(p): p for p in self._model.parameters()}.values()
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
-        self._parameters = [(p, held_bytes(p)) for p in parameters]
-        self._tensors, self._sizes = [p for p, _ in self._parameters], [size for _, size in self._parameters]
+        self._tensors = list(parameters)
+        self._sizes = [held_bytes(p) for p in parameters]
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
@@ -201,7 +201,7 @@ class ResidentLedger:
         trained = tuple(map(_REQUIRES_GRAD, self._tensors))
         if trained != self.trained:
             self.trained = trained
-            self.gradient_capacity_bytes = sum(size for parameter, size in self._parameters if parameter.requires_grad)
+            self.gradient_capacity_bytes = sum(compress(self._sizes, trained))
         there = map(is_not, map(_GRAD, self._tensors), repeat(None))
         self.gradient_bytes = sum(compress(self._sizes, there))
 
@@ -228,4 +228,4 @@ class ResidentLedger:
 
     def parameters(self) -> list[tuple[nn.Parameter, int]]:
         """Every parameter with its bytes."""
-        return self._parameters
+        return list(zip(self._tensors, self._sizes, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.report.record import History, StepRecord
 from lightning_mimose.report.sizes import SizeAxis
-from lightning_mimose.report.text import Table, plain, rich_tables
+from lightning_mimose.report.text import Table, plain, rich_tables, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -170,10 +169,7 @@ class Report:
         Returns:
             The path written.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        return target
+        return write_json(path, self.to_dict())
 
     def plot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Draw the run: peaks against the budget, plans by input size, predicted against measured.

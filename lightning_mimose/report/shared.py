@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mimose.budget import format_bytes
-from lightning_mimose.report.text import Table, plain
+from lightning_mimose.report.text import Table, plain, write_json
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,7 @@ class SharedReport:
         Returns:
             The path written.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        return target
+        return write_json(path, self.to_dict())
 
     def plot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Draw what the jobs held, stacked over time against the budget, and under it what each waited.

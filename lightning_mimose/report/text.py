@@ -1,11 +1,14 @@
-"""Tables as plain data, and two ways to show them: aligned text for any file, and rich's for a terminal."""
+"""Reports as plain data, and how they are written: aligned text, rich's tables for a terminal, JSON."""
 
 from __future__ import annotations
 
+import json
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -108,3 +111,15 @@ def rich_tables(tables: Sequence[Table]) -> Iterator[RichTable]:
         for row in table.rows:
             shown.add_row(*map(Text, row))
         yield shown
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> Path:
+    """Write plain data to a file; folders are made where missing.
+
+    Returns:
+        The path written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return target

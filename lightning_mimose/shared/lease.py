@@ -116,16 +116,13 @@ class Lease:
         """What a step may take at most, while the others are at rest."""
         return self._broker.room_bytes(self.job)
 
-    def turn(self) -> None:
-        """Let another job run, if one waits and this one has had its slice."""
-        if self._runner is not None and BATON.wanted and BATON.held_seconds >= self._slice_seconds:
+    def turn(self, slices: int = 1) -> None:
+        """Let another job run, if one waits and this one has had so many slices."""
+        # On an accelerator what was launched runs on while another job launches.
+        least = slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
+        if self._runner is not None and BATON.wanted and BATON.held_seconds >= least:
             BATON.give(self._runner)
             BATON.take(self._runner)
-
-    @property
-    def _slice_seconds(self) -> float:
-        # On an accelerator what was launched runs on while another job launches.
-        return SLICE_SECONDS if self.device.type == "cpu" else 0.0
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -165,11 +162,8 @@ class Lease:
             self._broker.advance(self.job, stretch)
             self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
         self._broker.advance(self.job, stretch)
-        if wait and self._runner is not None and BATON.wanted:
-            slices = IN_STEP_SLICES if self.device.type == "cpu" else 0
-            if BATON.held_seconds >= slices * SLICE_SECONDS:
-                BATON.give(self._runner)
-                BATON.take(self._runner)
+        if wait:
+            self.turn(IN_STEP_SLICES)
 
     def all_ahead(self) -> None:
         """Wait until the whole rest of the step is granted, for it cannot stop any more."""

@@ -315,7 +315,7 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
     if isinstance(packed, Kept):  # most are
         return packed.value()
     handle = packed.handle if isinstance(packed, Use) else packed
-    return handle.value() if isinstance(handle, Kept) else _without_autocast(handle.value)
+    return _without_autocast(handle.value)
 
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:

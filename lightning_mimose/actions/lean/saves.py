@@ -336,8 +336,6 @@ class _Node:
 
     def saved(self, name: str) -> Handle | None:
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
-        if data is None:
-            return None
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
         return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
 

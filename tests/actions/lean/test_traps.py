@@ -167,7 +167,7 @@ def test_a_change_in_the_middle_of_a_chain_after_the_places_were_compared(change
 
 @pytest.mark.parametrize("change", HIDDEN)
 def test_what_has_no_recipe_in_an_odd_step_has_one_in_the_next(change: Change) -> None:
-    """Where nothing can ever be rebuilt is remembered; a step in which somebody wrote says nothing of others."""
+    """A step in which somebody wrote says nothing of others."""
 
     def function(changes: bool, watch: Function, x: Tensor, w: Tensor) -> Tensor:
         y = functional.gelu(x)
