@@ -37,7 +37,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 PIECE = 1 << 20
 """Elements of a mask that are packed at once."""
 
-_BYTES = np.arange(256, dtype=np.uint8)[:, None]
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+"""Of every byte."""
 
 
 class Handle:
@@ -64,6 +65,11 @@ class Handle:
     def needed_grade(self) -> int:
         """The grade that something rebuilt from it needs for its sake: what was saved is there in any."""
         return 0 if self.is_saved else self.grade
+
+    @property
+    def is_given_away(self) -> bool:
+        """Whether nobody else has what `value` returns, so that it may be written over."""
+        return False
 
     def value(self) -> torch.Tensor:
         """The tensor, for another handle that is rebuilt from it."""
@@ -227,10 +233,10 @@ class Mask(Rebuilt):
         self._dtype = tensor.dtype
 
     def _made(self) -> torch.Tensor:
-        # A table of all bytes, made each time: one that was kept would be memory that no step accounts for.
+        # The numbers of every byte, made each time: kept, they would be memory that no step accounts for.
         device = self._bits.device
         if device.type == "cpu":
-            table = torch.from_numpy(np.unpackbits(_BYTES, axis=1, bitorder="little")).to(self._dtype)
+            table = torch.from_numpy(_BITS).to(self._dtype, copy=True)
         else:
             bytes_, places = (torch.arange(n, device=device, dtype=torch.uint8) for n in (256, 8))
             table = (bytes_[:, None] >> places).bitwise_and_(1).to(self._dtype)
@@ -250,9 +256,11 @@ class Recipe(Rebuilt):
         grade: See `Handle`.
         work: What rebuilding costs, in floating-point operations or as much time.
         is_view: Whether it takes no memory of its own.
+        is_new: Whether `rebuild` returns memory that nobody else has.
+        takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
     """
 
-    __slots__ = ("_rebuild", "_threads", "inputs", "is_view", "work")
+    __slots__ = ("_is_new", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "work")
 
     def __init__(
         self,
@@ -264,10 +272,30 @@ class Recipe(Rebuilt):
         work: float,
         *,
         is_view: bool = False,
+        is_new: bool = False,
+        takes_out: bool = False,
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
+        self._is_new, self._takes_out = is_new or takes_out, takes_out
         self._threads = torch.get_num_threads()
+
+    @property
+    def is_given_away(self) -> bool:
+        """See `Handle`: what an operation saved is shared among its uses."""
+        if self.is_saved:
+            return False
+        return self.inputs[0].is_given_away if self.is_view else self._is_new
+
+    @property
+    def overwritten(self) -> int | None:
+        """Which input's value the result is written over: less memory, and none that has to be got from the system."""
+        if not self._takes_out:
+            return None
+        for index, each in enumerate(self.inputs):
+            if each.is_given_away and (each.nbytes, each.shape) == (self.nbytes, self.shape):
+                return index
+        return None
 
     def _made(self) -> torch.Tensor:
         threads = torch.get_num_threads()
@@ -280,11 +308,14 @@ class Recipe(Rebuilt):
         return self._followed()
 
     def _followed(self) -> torch.Tensor:
+        if torch.is_grad_enabled():  # as it is not in backward, mostly
+            with torch.no_grad():
+                return self._followed()
         values = [each.value() for each in self.inputs]
-        if not torch.is_grad_enabled():  # as it is in backward
+        index = self.overwritten
+        if index is None or not values[index].is_contiguous():
             return self._rebuild(*values)
-        with torch.no_grad():
-            return self._rebuild(*values)
+        return self._rebuild(*values, out=values[index])
 
 
 def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:

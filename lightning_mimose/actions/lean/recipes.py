@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Handle, Rebuild
+from lightning_mimose.actions.lean.handles import Handle, Number, Rebuild
 
 GRADES = ("lean", "lean+masks", "lean+attention", "lean+products")
 """Actions, each of which rebuilds what the one before does and more.
@@ -29,6 +29,8 @@ ELEMENTWISE, MASKS, ATTENTION, PRODUCTS = range(1, 5)
 VIEW, LIGHT, HEAVY, SOFTMAX, NORM, GELU = 0.0, 80.0, 100.0, 120.0, 150.0, 110.0
 MASK = 220.0
 """To pack an element of a mask and unpack it."""
+ALLOCATED = 30.0
+"""How much of that goes for memory to write to: spared where a result is written over a value."""
 PRODUCT = 1.0
 """The same for an operation of a matrix product."""
 
@@ -70,12 +72,23 @@ class Node(Protocol):
 
 
 class Made(NamedTuple):
-    """How to rebuild: a function, what it is given, and the operations it takes (per element, and in all)."""
+    """How to rebuild.
+
+    Attributes:
+        rebuild: A function of the inputs' values.
+        inputs: What it is given.
+        work_per_element: Operations it takes.
+        work: Those that do not go with the elements.
+        takes_out: Whether it takes a keyword `out`, which may be one of the values: then nothing is allocated.
+        is_new: Whether its result is never one of the values, or a view of one. What takes `out` says so with it.
+    """
 
     rebuild: Rebuild
     inputs: tuple[Handle | None, ...]
     work_per_element: float
     work: float = 0.0
+    takes_out: bool = False
+    is_new: bool = False
 
 
 class Entry(NamedTuple):
@@ -110,13 +123,13 @@ def _signed(number: int) -> int:
 @recipe("GeluBackward0")
 def _gelu(node: Node) -> Made:
     approximate = node.raw._saved_approximate
-    return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU)
+    return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU, is_new=True)
 
 
 def _of_saved_self(name: str, function: Callable[..., torch.Tensor], *fields: str) -> None:
     def make(node: Node) -> Made:
         arguments = [getattr(node.raw, f"_saved_{field}") for field in fields]
-        return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY)
+        return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY, is_new=True)
 
     recipe(name)(make)
 
@@ -139,20 +152,24 @@ def _elu(node: Node) -> Made | None:
     raw = node.raw
     if raw._saved_scale != 1 or raw._saved_input_scale != 1:
         return None
-    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY)
+    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY, is_new=True)
 
 
 @recipe("GluBackward0")
 def _glu(node: Node) -> Made:
-    return Made(partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY)
+    return Made(partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY, is_new=True)
 
 
 def _of_input(name: str, function: Callable[..., torch.Tensor], work: float) -> None:
     """For operations that save their own result."""
-    recipe(name)(lambda node: Made(function, (node.edge(0),), work))
+    recipe(name)(lambda node: Made(function, (node.edge(0),), work, takes_out=True))
 
 
-_of_input("ReluBackward0", torch.relu, LIGHT)
+def _relu(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.relu(x) if out is None else torch.relu_(out)  # the only value there is
+
+
+_of_input("ReluBackward0", _relu, LIGHT)
 _of_input("TanhBackward0", torch.tanh, HEAVY)
 _of_input("SigmoidBackward0", torch.sigmoid, HEAVY)
 _of_input("ExpBackward0", torch.exp, HEAVY)
@@ -166,33 +183,35 @@ _of_input("NegBackward0", torch.neg, LIGHT)
 
 @recipe("MulBackward0")
 def _mul(node: Node) -> Made:
-    return Made(torch.mul, (node.operand("self", 0), node.operand("other", 1)), LIGHT)
+    return Made(torch.mul, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
 
 
 @recipe("DivBackward0")
 def _div(node: Node) -> Made:
-    return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT)
+    return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
 
 
 @recipe("AddBackward0")
 def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
     if number is None:
-        return Made(partial(torch.add, alpha=alpha), (node.edge(0), node.mask() or node.edge(1)), LIGHT)
+        return _sum(torch.add, alpha, node.edge(0), node.mask() or node.edge(1))
     if isinstance(number, torch.Tensor):  # added to what has gradients: an attention mask
         values = (node.given(number), node.edge(1)) if swapped else (node.edge(0), node.given(number))
-        return Made(partial(torch.add, alpha=alpha), values, LIGHT)
+        return _sum(torch.add, alpha, *values)
     if swapped:  # `1 + x` is x.__radd__(1), which torch computes as x + 1
         number, alpha = number, 1
-    return Made(lambda x: torch.add(x, number, alpha=alpha), (node.edge(0),), LIGHT)
+    return _sum(torch.add, alpha, node.edge(0), Number(number))
 
 
 @recipe("SubBackward0")
 def _sub(node: Node) -> Made | None:
-    alpha, number = node.raw._saved_alpha, node.constant("operand")
-    if number is None:
-        return Made(partial(torch.sub, alpha=alpha), (node.edge(0), node.edge(1)), LIGHT)
-    return Made(lambda x: torch.sub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
+    number = node.constant("operand")
+    return _sum(torch.sub, node.raw._saved_alpha, node.edge(0), node.edge(1) if number is None else Number(number))
+
+
+def _sum(function: Callable[..., torch.Tensor], alpha: Any, one: Handle | None, other: Handle | None) -> Made:
+    return Made(partial(function, alpha=alpha), (one, other), LIGHT, takes_out=True)
 
 
 @recipe("RsubBackward0")
@@ -210,7 +229,7 @@ def _rsub_from_number(node: Node) -> Made | None:
 
 @recipe("ToCopyBackward0")
 def _to(node: Node) -> Made:
-    return Made(lambda x, dtype=node.dtype: x.to(dtype), (node.edge(0),), LIGHT)
+    return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, is_new=True)
 
 
 @recipe("MeanBackward1")
@@ -231,7 +250,9 @@ def _layer_norm(node: Node) -> Made | None:
     shape = tuple(node.raw._saved_normalized_shape)
     weight, bias = node.saved("weight"), node.saved("bias")
     if weight is None and bias is None:
-        return Made(lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0], (node.saved("input"),), NORM)
+        return Made(
+            lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0], (node.saved("input"),), NORM, is_new=True
+        )
     if weight is None or bias is None:
         return Made(
             lambda x, w: torch.native_layer_norm(x, shape, w, None, eps)[0], (node.saved("input"), weight), NORM
@@ -247,9 +268,16 @@ def _group_norm(node: Node) -> Made | None:
     sizes = (raw._saved_N, raw._saved_C, raw._saved_HxW, raw._saved_group, raw._saved_eps)
     weight = node.saved("weight")
     if weight is None:
-        return Made(lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM)
+        return Made(
+            lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM, is_new=True
+        )
     bias = node.edge(2)
-    return Made(lambda x, w, b: torch.native_group_norm(x, w, b, *sizes)[0], (node.saved("input"), weight, bias), NORM)
+    return Made(
+        lambda x, w, b: torch.native_group_norm(x, w, b, *sizes)[0],
+        (node.saved("input"), weight, bias),
+        NORM,
+        is_new=True,
+    )
 
 
 @recipe("NativeBatchNormBackward0")
@@ -263,6 +291,7 @@ def _batch_norm(node: Node) -> Made | None:
         lambda x, w, b: torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0],
         (node.saved("input"), weight, node.edge(2)),
         NORM,
+        is_new=True,
     )
 
 
@@ -271,23 +300,30 @@ def _batch_norm(node: Node) -> Made | None:
 
 @recipe("SoftmaxBackward0", grade=ATTENTION)
 def _softmax(node: Node) -> Made:
-    return Made(partial(torch.softmax, dim=_signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX)
+    return Made(partial(_soft, _signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX, takes_out=True)
 
 
 @recipe("SafeSoftmaxBackward0", grade=ATTENTION)
 def _safe_softmax(node: Node) -> Made:
-    dim = _signed(node.raw._saved_dim)
+    return Made(partial(_safe, _signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX, takes_out=True)
 
-    def safe(scores: torch.Tensor) -> torch.Tensor:
-        if scores.device.type == "cpu":  # elsewhere to look at a result would wait for it
-            out = torch.softmax(scores, dim)
-            # It differs only where a whole row is masked, and a row that is not a number is so from its first element.
-            if not out.select(dim, 0).isnan().any():
-                return out
-            del out
+
+def _soft(dim: int, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    # Row by row is how the CPU does it along the last dimension; of others nobody says that they bear it.
+    if scores.device.type != "cpu" or dim not in (-1, scores.dim() - 1):
+        out = None
+    return torch.softmax(scores, dim, out=out)
+
+
+def _safe(dim: int, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As torch does it, zeros for rows that are masked altogether, but without tensors as large as the scores."""
+    if scores.device.type != "cpu" or scores.size(dim) == 0:  # elsewhere to look at a value would wait for it
         return torch._safe_softmax(scores, dim)
-
-    return Made(safe, (node.scores(),), SOFTMAX)
+    hidden = None
+    if (scores.select(dim, 0) == -torch.inf).any():  # where it is not so, no row is
+        hidden = scores.amax(dim, keepdim=True) == -torch.inf
+    made = _soft(dim, scores, out)
+    return made if hidden is None else made.masked_fill_(hidden, 0.0)
 
 
 @recipe("BmmBackward0", grade=PRODUCTS)
@@ -318,7 +354,8 @@ def _addmm(node: Node) -> Made | None:
 def _product(rebuild: Rebuild, node: Node, one: Handle | None, other: Handle | None, *more: Handle) -> Made | None:
     if one is None or other is None:
         return None
-    return Made(rebuild, (one, other, *more), 0.0, PRODUCT * 2.0 * prod(node.shape) * one.shape[-1])
+    work = PRODUCT * 2.0 * prod(node.shape) * one.shape[-1]
+    return Made(rebuild, (one, other, *more), 0.0, work, is_new=True)
 
 
 # --- views --------------------------------------------------------------------------------------------------------

@@ -312,7 +312,17 @@ class LeanSaves:
         elements = prod(shape)
         work = made.work + made.work_per_element * elements
         is_view = made.work_per_element == VIEW and not made.work
-        recipe = Recipe(made.rebuild, inputs, elements * view.dtype.itemsize, shape, grade, work, is_view=is_view)
+        recipe = Recipe(
+            made.rebuild,
+            inputs,
+            elements * view.dtype.itemsize,
+            shape,
+            grade,
+            work,
+            is_view=is_view,
+            is_new=made.is_new,
+            takes_out=made.takes_out,
+        )
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
-from lightning_mimose.actions.lean.recipes import GRADES, MASK
+from lightning_mimose.actions.lean.recipes import ALLOCATED, GRADES, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, References, Saved, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 
@@ -193,20 +193,34 @@ def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[
         items: Handles that are saved themselves -> their index: rebuilt on the way they stay, and are paid for there.
         also: Filled with those.
     """
+    making = _making(handle, items, also)
+    return max(making.peak_bytes - handle.nbytes, 0), making.work
+
+
+class _Making(NamedTuple):
+    """What it takes to make a value: bytes on the way and afterwards, the value's included, and operations."""
+
+    peak_bytes: int = 0
+    left_bytes: int = 0
+    work: float = 0.0
+
+
+def _making(handle: Handle, items: dict[int, int], also: set[int]) -> _Making:
     if isinstance(handle, Mask):
-        return handle.temporary_bytes, MASK * prod(handle.shape)
+        return _Making(handle.nbytes + handle.temporary_bytes, handle.nbytes, MASK * prod(handle.shape))
     if not isinstance(handle, Recipe):
-        return 0, 0.0
-    temporary, most, work = 0, 0, handle.work
+        return _Making()
+    peak, left, work = 0, 0, handle.work
     for each in handle.inputs:
         base = each.base if isinstance(each, View) else each
         if id(base) in items:
             if isinstance(base, Rebuilt):
                 also.add(items[id(base)])
-        else:
-            inner, inner_work = _rebuilding(base, items, also)
-            work += inner_work
-            most = max(most, temporary + inner)
-            if isinstance(base, Mask) or (isinstance(base, Recipe) and not base.is_view):
-                temporary += base.nbytes
-    return max(most, temporary), work
+            continue
+        made = _making(base, items, also)
+        peak, left, work = max(peak, left + made.peak_bytes), left + made.left_bytes, work + made.work
+    if handle.is_view:
+        return _Making(peak, left, work)
+    if handle.overwritten is not None:
+        return _Making(max(peak, left), handle.nbytes, work - ALLOCATED * prod(handle.shape))
+    return _Making(max(peak, left + handle.nbytes), handle.nbytes, work)
