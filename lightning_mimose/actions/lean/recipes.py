@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Handle, Number, Rebuild
@@ -61,7 +62,7 @@ class Node(Protocol):
     def operand(self, name: str, index: int) -> Handle | None:
         """`saved`, or `edge` where the node did not need to save it."""
 
-    def given(self, tensor: torch.Tensor) -> Handle | None:
+    def given(self, tensor: Tensor) -> Handle | None:
         """A tensor without gradients, if it is there as long as the recipe may need it."""
 
     def mask(self) -> Handle | None:
@@ -126,7 +127,7 @@ def _gelu(node: Node) -> Made:
     return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU, is_new=True)
 
 
-def _of_saved_self(name: str, function: Callable[..., torch.Tensor], *fields: str) -> None:
+def _of_saved_self(name: str, function: Callable[..., Tensor], *fields: str) -> None:
     def make(node: Node) -> Made:
         arguments = [getattr(node.raw, f"_saved_{field}") for field in fields]
         return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY, is_new=True)
@@ -160,12 +161,12 @@ def _glu(node: Node) -> Made:
     return Made(partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY, is_new=True)
 
 
-def _of_input(name: str, function: Callable[..., torch.Tensor], work: float) -> None:
+def _of_input(name: str, function: Callable[..., Tensor], work: float) -> None:
     """For operations that save their own result."""
     recipe(name)(lambda node: Made(function, (node.edge(0),), work, takes_out=True))
 
 
-def _relu(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _relu(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.relu(x) if out is None else torch.relu_(out)  # the only value there is
 
 
@@ -196,7 +197,7 @@ def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
     if number is None:
         return _sum(torch.add, alpha, node.edge(0), node.mask() or node.edge(1))
-    if isinstance(number, torch.Tensor):  # added to what has gradients: an attention mask
+    if isinstance(number, Tensor):  # added to what has gradients: an attention mask
         values = (node.given(number), node.edge(1)) if swapped else (node.edge(0), node.given(number))
         return _sum(torch.add, alpha, *values)
     if swapped:  # `1 + x` is x.__radd__(1), which torch computes as x + 1
@@ -210,7 +211,7 @@ def _sub(node: Node) -> Made | None:
     return _sum(torch.sub, node.raw._saved_alpha, node.edge(0), node.edge(1) if number is None else Number(number))
 
 
-def _sum(function: Callable[..., torch.Tensor], alpha: Any, one: Handle | None, other: Handle | None) -> Made:
+def _sum(function: Callable[..., Tensor], alpha: Any, one: Handle | None, other: Handle | None) -> Made:
     return Made(partial(function, alpha=alpha), (one, other), LIGHT, takes_out=True)
 
 
@@ -286,13 +287,18 @@ def _batch_norm(node: Node) -> Made | None:
     eps, weight = raw._saved_eps, node.saved("weight")
     if not raw._saved_training or weight is None:
         return None
+    statistics = node.saved("result1"), node.saved("result2")
+    return Made(partial(_normalized, eps), (node.saved("input"), weight, node.edge(2), *statistics), HEAVY, is_new=True)
+
+
+def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    # Kernels of the CPU multiply by `invstd * weight`, however they came by it, if the elements are in some order of
+    # theirs. With a variance of 1 they are spared the statistics, which take several times as long as the rest.
+    ordered = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    if x.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and ordered:
+        return torch.native_batch_norm(x, invstd * weight, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # Batch statistics again, and no running ones: those have moved with the forward.
-    return Made(
-        lambda x, w, b: torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0],
-        (node.saved("input"), weight, node.edge(2)),
-        NORM,
-        is_new=True,
-    )
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 # --- softmax ------------------------------------------------------------------------------------------------------
@@ -308,14 +314,14 @@ def _safe_softmax(node: Node) -> Made:
     return Made(partial(_safe, _signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX, takes_out=True)
 
 
-def _soft(dim: int, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _soft(dim: int, scores: Tensor, out: Tensor | None = None) -> Tensor:
     # Row by row is how the CPU does it along the last dimension; of others nobody says that they bear it.
     if scores.device.type != "cpu" or dim not in (-1, scores.dim() - 1):
         out = None
     return torch.softmax(scores, dim, out=out)
 
 
-def _safe(dim: int, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _safe(dim: int, scores: Tensor, out: Tensor | None = None) -> Tensor:
     """As torch does it, zeros for rows that are masked altogether, but without tensors as large as the scores."""
     if scores.device.type != "cpu" or scores.size(dim) == 0:  # elsewhere to look at a value would wait for it
         return torch._safe_softmax(scores, dim)
@@ -345,7 +351,7 @@ def _addmm(node: Node) -> Made | None:
     if bias is None:
         return None
 
-    def addmm(one: torch.Tensor, other: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def addmm(one: Tensor, other: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, one, other, beta=beta, alpha=alpha)
 
     return _product(addmm, node, node.saved("mat1"), node.saved("mat2"), bias)
@@ -400,8 +406,8 @@ def _slice(node: Node) -> Made:
     window = slice(_signed(raw._saved_start), _signed(raw._saved_end), raw._saved_step)
     dim = _signed(raw._saved_dim)
 
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.aten.slice.Tensor(x, dim, window.start, window.stop, window.step)
+    def cut(x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten.slice.Tensor(x, dim, window.start, window.stop, window.step)
         return out
 
     return Made(cut, (node.edge(0),), VIEW)

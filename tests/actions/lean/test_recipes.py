@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mimose.actions.lean.recipes import ELEMENTWISE, PRODUCTS, TABLE
+from lightning_mimose.actions.lean.saves import LeanSaves, Sites
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
 aten = torch.ops.aten
@@ -207,3 +210,52 @@ def test_views_of_what_is_rebuilt(number: int, both: bool) -> None:
         return out + (y * w).sum() if both else out
 
     assert_lean(function, inputs(), ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "channels_last", "transposed", "rows", "rows of steps", "volumes", "bfloat16", "double"]
+)
+def test_batch_norm_in_every_layout(layout: str) -> None:
+    """Those that the kernel has a way of its own for, and those that it has not."""
+    shapes = {"rows": (33, 17), "rows of steps": (5, 17, 11), "volumes": (2, 17, 3, 5, 7)}
+    x = torch.randn(shapes.get(layout, (4, 17, 6, 9))) * 3 + 1
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        x = x.transpose(2, 3)
+    w, b = torch.randn(17), torch.randn(17)
+    if layout in ("bfloat16", "double"):
+        x, w, b = (each.to(getattr(torch, layout)) for each in (x, w, b))
+
+    def function(watch: Watch, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = watch(functional.batch_norm(x, None, None, w, b, True, 0.1, 1e-3))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    assert_lean(function, [x.requires_grad_(), w.requires_grad_(), b.requires_grad_()], ELEMENTWISE)
+
+
+class Norms(TorchDispatchMode):
+    """Whether each batch norm that ran computed statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_batch_norm.default:
+            self.training.append(args[5])
+        return func(*args, **(kwargs or {}))
+
+
+def test_batch_norm_does_not_compute_its_statistics_again() -> None:
+    """They are saved anyway; and the running ones stay what they are."""
+    norm, sites = torch.nn.BatchNorm2d(17), Sites()
+    x = torch.randn(4, 17, 6, 9, requires_grad=True)
+    for _ in range(3):
+        with LeanSaves(sites, ELEMENTWISE).active():
+            out = norm(x).relu()
+        running = norm.running_mean.clone()
+        with Norms() as norms:
+            out.sum().backward()
+        assert norms.training == [False]
+        assert torch.equal(norm.running_mean, running)
