@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,7 @@ KNOWN_PEAKS = 256
 STATE_VERSION = 3
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """What to do with one batch.
 
     Attributes:
@@ -179,7 +178,7 @@ class Advisor:
         )
         self.estimator.resident_bytes = self.resident.total_bytes
         rounded = size.rounded_up()
-        key = (rounded, self.resident)
+        key = (rounded.dims, rounded.layout, self.resident)  # nothing but tuples, which are looked up fastest
         plan = self.planner.cache.get(key, self.budget_bytes)
         hit, infeasible = plan is not None, False
         if plan is None:

@@ -137,6 +137,7 @@ class Engine:
         self._step: Step | None = None
         self._trained: tuple[bool, ...] | None = None
         self._planned = 0
+        self._meters_are_free = self.device.type != "cpu"
 
     @property
     def budget_bytes(self) -> int:
@@ -252,7 +253,7 @@ class Engine:
         if advice.plan is None:
             actions = self.advisor.shelter
         elif actions is None:
-            actions = dict(advice.plan)
+            actions = dict(advice.plan.choices)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
@@ -293,7 +294,7 @@ class Engine:
                 self.session.record(step.recorder)
 
     def _measures_planned_step(self, step: Step) -> bool:
-        if self.device.type != "cpu":
+        if self._meters_are_free:
             return True
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
@@ -342,8 +343,11 @@ class Engine:
             step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
             step.recorder.start()
 
-    def end_step(self) -> StepRecord | None:
+    def end_step(self, number: int = 0) -> StepRecord | None:
         """The step is over; None if none was running.
+
+        Args:
+            number: Of the step, for the record.
 
         Raises:
             BudgetInfeasibleError: As `before_update`, for a step without an update.
@@ -355,13 +359,13 @@ class Engine:
             self._lessons.of_update(step)
         else:
             self._finish_together(step)
-        actions = dict(self.session.actions)
+        actions = self.session.actions  # the next step has a dictionary of its own
         self._clear(step)
         if self.tenancy is not None:
             self.tenancy.turn()
         self._planned += not step.sheltered
         return StepRecord(
-            step=0,
+            step=number,
             batch_idx=step.batch_idx,
             epoch=step.epoch,
             size=self.advisor.tracker.named(step.size),
@@ -391,13 +395,15 @@ class Engine:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder = step.gradients = None
+        armed = self.session.armed
         self.session.disarm()
         self._step = None
         if self.tenancy is not None:
             self.tenancy.end()
         if self._attachment.has_news:
             self._attachment.take_refusals()
-        self._trials.disarm()
+        if armed:  # else no unit can have been tried
+            self._trials.disarm()
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.different = dict(self.session.different)

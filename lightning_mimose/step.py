@@ -14,7 +14,7 @@ from lightning_mimose.predict.structure import Resident
 from lightning_mimose.sizes import BatchSize
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """The step that is running.
 

@@ -119,6 +119,8 @@ class Session:
 
     def standing(self, actions: Mapping[str, str]) -> dict[str, str]:
         """Actions without refused units, whose parts stand in for them."""
+        if not self.refused:
+            return dict(actions)
         found: dict[str, str] = {}
         waiting = list(reversed(list(actions.items())))
         while waiting:
@@ -144,7 +146,7 @@ class Session:
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
-    patch(unit.module, partial(_Calls, unit, session))
+    patch(unit.module, partial(_Calls, unit, session), session)
 
 
 class _Calls:

@@ -315,7 +315,7 @@ class MimoseCallback(Callback):
         """Record the step."""
         if self._engine is None:
             return
-        record = self._engine.end_step()
+        record = self._engine.end_step(self._history.aggregates.steps)
         if record is not None:
             record = self._history.add(record)
             self._metrics.log(trainer, self, record)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,8 @@ NEVER = 1 << 60
 """The time of an event that does not happen."""
 
 
-@dataclass(frozen=True)
-class Resident:
-    """What is alive in a step besides activations.
+class Resident(NamedTuple):
+    """What is alive in a step besides activations; a tuple, because every step makes some and looks plans up by them.
 
     Attributes:
         lasting_bytes: Parameters, buffers, optimizer state and the batch.
