@@ -177,12 +177,13 @@ class Advisor:
             resident.update_bytes - batch_bytes,
         )
         self.estimator.resident_bytes = self.resident.total_bytes
-        rounded = size.rounded_up()
-        key = (rounded.dims, rounded.layout, self.resident)  # nothing but tuples, which are looked up fastest
-        plan = self.planner.cache.get(key, self.budget_bytes)
+        planned = size.rounded_up()
+        plan = self.planner.cache.get(self._key(planned), self.budget_bytes)
+        if plan is None and planned is not size:
+            plan, planned = self.planner.cache.get(self._key(size), self.budget_bytes), size
         hit, infeasible = plan is not None, False
         if plan is None:
-            prediction = self.estimator.predict(dict(rounded.dims))
+            planned, prediction = self._known_size(size)
             if prediction is None:
                 return Advice(None, None, False)
             if not prediction.trusted:
@@ -192,11 +193,29 @@ class Advisor:
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
             sheltered = self.sure_bytes(timeline) <= self.budget_bytes
             menu = self.menu(timeline)
+            key = self._key(planned)
             plan, infeasible = self.planner.plan(key, menu, self.budget_bytes, margin, can_wait=sheltered)
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
-        peak = self._actual_peak(size, rounded, plan, resident)
+        peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible)
+
+    def _key(self, size: BatchSize) -> tuple[Any, ...]:
+        """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
+        return size.dims, size.layout, self.resident
+
+    def _known_size(self, size: BatchSize) -> tuple[BatchSize, Prediction | None]:
+        """The size that a batch is planned as, and what is known of it: sizes that are nearly the same share a plan.
+
+        Of a run whose batches are all of one size no other one is known, not even that which it is rounded up to.
+        """
+        rounded = size.rounded_up()
+        prediction = self.estimator.predict(dict(rounded.dims))
+        if rounded is not size and (prediction is None or not prediction.trusted):
+            own = self.estimator.predict(dict(size.dims))
+            if own is not None and own.trusted:
+                return size, own
+        return rounded, prediction
 
     def _announce(self) -> None:
         if not self._announced:
@@ -349,9 +368,9 @@ class Advisor:
                     smaller[chunks] = part.values if part.trusted else np.maximum(part.values, share)
         return Extras(self.link, smaller)
 
-    def _actual_peak(self, size: BatchSize, rounded: BatchSize, plan: Plan, resident: Resident) -> int | None:
+    def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""
-        if rounded == size:
+        if planned == size:
             return plan.predicted_peak_bytes
         slot = (size, plan, resident)
         if slot not in self._actual_peaks:
