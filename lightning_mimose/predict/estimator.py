@@ -307,9 +307,11 @@ def _left_out(
     """Predict each size from the others; `truth` is the summary of the values."""
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
     # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+    features = design.shape[1]
+    if len(design) < features + (1 if features == 2 else 2):
+        return _UNCHECKED
     distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
     group = group.reshape(-1)
-    features = design.shape[1]
     few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
     if (len(distinct) < features + 2 and not few) or np.linalg.matrix_rank(distinct) < features:
         return _UNCHECKED

@@ -219,7 +219,10 @@ class Structure:
     def lean_peaks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The activation peaks with each of `grades` everywhere, shape (observations, grades), bytes."""
         padded = _padded(values)
-        return np.array([self._lean_peak(padded, action) for action in self.grades]).reshape(-1, len(values)).T
+        peaks = np.zeros((len(values), len(self.grades)))
+        for index, action in enumerate(self.grades):
+            peaks[:, index] = self._lean_peak(padded, action)
+        return peaks
 
     def _kept(self, padded: NDArray[np.float64]) -> NDArray[np.float64]:
         column, entry, _, _ = self.arrays
