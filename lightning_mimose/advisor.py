@@ -515,10 +515,10 @@ class Advisor:
             MimoseError: Nothing is known about this size yet.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        timeline, prediction = self.timeline(batch_or_size)
-        key = self.tracker.look(batch_or_size)
+        size = self.tracker.look(batch_or_size)
+        timeline, prediction = self._timeline_of(size)
         margin = self._margin_bytes(prediction, timeline, budget)
-        plan = self.planner.answer(key, self.menu(timeline), budget, margin)
+        plan = self.planner.answer(size, self.menu(timeline), budget, margin)
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)
@@ -536,7 +536,9 @@ class Advisor:
         Raises:
             MimoseError: Nothing is known about this size yet.
         """
-        size = self.tracker.look(batch_or_size)
+        return self._timeline_of(self.tracker.look(batch_or_size))
+
+    def _timeline_of(self, size: BatchSize) -> tuple[Timeline, Prediction]:
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             raise MimoseError(

@@ -41,7 +41,7 @@ from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
-from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
+from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.shared.tenancy import Tenancy
 from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
@@ -101,8 +101,9 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
-        if isinstance(budget, (SharedBudget, Job)):
-            budget_bytes = budget.resolve(self.device)
+        shared = None
+        if isinstance(budget, SHARED_BUDGETS):
+            shared, budget_bytes = budget, budget.resolve(self.device)
         else:
             budget_bytes = parse_budget(budget).resolve(self.memory, held_bytes=self._held_bytes())
         self.advisor = Advisor(
@@ -124,8 +125,8 @@ class Engine:
         self.agreement = Agreement(ranks) if len(ranks) > 1 else None
         self._refuser = Refuser(self.advisor, on_infeasible)
         self.tenancy: Tenancy | None = None
-        if isinstance(budget, (SharedBudget, Job)):
-            self.tenancy = Tenancy(*budget.open(self.device), self.advisor, self.session)
+        if shared is not None:
+            self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
             self._refuser.beside = self.tenancy.beside
             weakref.finalize(self, self.tenancy.close)
         cap = ReservedCap(self.device, budget_bytes)
@@ -262,9 +263,7 @@ class Engine:
         self._arm(self._step)
         lasts = resident.update_bytes - self._update.cost.transient_bytes
         if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
-            learning = self.session.learning_steps
-            self._clear(self._step)
-            self.session.learning_steps = learning  # of steps that ran
+            self._clear(self._step, ran=False)
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
@@ -391,12 +390,12 @@ class Engine:
             finally:
                 self._clear(step)
 
-    def _clear(self, step: Step) -> None:
+    def _clear(self, step: Step, *, ran: bool = True) -> None:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder = step.gradients = None
         armed = self.session.armed
-        self.session.disarm()
+        self.session.disarm(ran=ran)
         self._step = None
         if self.tenancy is not None:
             self.tenancy.end()

@@ -105,10 +105,14 @@ class Session:
         """Record the units' calls from now on."""
         self.recorder, self.armed = recorder, True
 
-    def disarm(self) -> None:
-        """Let every unit run its own forward again."""
+    def disarm(self, *, ran: bool = True) -> None:
+        """Let every unit run its own forward again.
+
+        Args:
+            ran: Whether the step ran, and did not only ask whether it may.
+        """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.learning_steps = max(0, self.learning_steps - 1)
+        self.learning_steps = max(0, self.learning_steps - ran)
         self.given.clear()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
