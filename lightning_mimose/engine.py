@@ -22,7 +22,8 @@ from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advisor import Advice, Advisor
+from lightning_mimose.advice import Advice
+from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
