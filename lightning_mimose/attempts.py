@@ -111,12 +111,11 @@ class Attempts:
         """
         if not self._engine.stepping:
             return once()
-        with ExitStack() as aside:
+        aside: ExitStack | None = None  # few steps fail, and every step is here
+        try:
             while True:
                 before = _Before(self._state, self._device, self._keep(), self._every, learning=self._engine.learning)
-                kept = self._every if self._engine.gradients == "kept" else self._others
-                before.note_gradients(kept)
-                failed = ""
+                before.note_gradients(self._every if self._engine.gradients == "kept" else self._others)
                 try:
                     result = once()
                 except Exception as error:
@@ -127,6 +126,7 @@ class Attempts:
                     self._failures_in_a_row = 0
                     return result
                 # Only here: until the `except` block ends, the error's frames hold every activation.
+                aside = aside or ExitStack()
                 if not before.put_back(aside):
                     raise MimoseError(
                         "A step that failed could not be run again: it had written a large buffer that no other step "
@@ -139,6 +139,9 @@ class Attempts:
                 if self._device.type != "cpu":
                     # `torch.accelerator` has had memory functions since torch 2.9.
                     getattr(getattr(torch, "accelerator", None), "empty_cache", torch.cuda.empty_cache)()
+        finally:
+            if aside is not None:
+                aside.close()
 
     def _cure(self, error: Exception, before: _Before) -> None:
         """Prepare another attempt, or raise what ends the step."""
@@ -181,8 +184,8 @@ class _Before:
         learning: bool,
     ) -> None:
         self._device, self._undo = device, undo
-        # As bytes: a tensor would be measured as something that the step holds.
-        self._host_generator = torch.get_rng_state().numpy().tobytes()
+        # No tensor, which would be measured as something that the step holds, and no call of an operator.
+        self._host_generator = torch.default_generator.clone_state()
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._copy = state.copy(learning=learning)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
@@ -209,7 +212,7 @@ class _Before:
         """
         whole = self._copy.put_back()
         self._undo()
-        torch.set_rng_state(torch.frombuffer(bytearray(self._host_generator), dtype=torch.uint8))
+        torch.set_rng_state(self._host_generator.get_state())
         if self._device_generator is not None:
             torch.cuda.set_rng_state(self._device_generator, self._device)
         for parameter, gradient, version in self._gradients:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advisor import Advice, Advisor, with_reserve
+from lightning_mimose.advice import Advice, with_reserve
+from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
 from lightning_mimose.attachment import Attachment
 from lightning_mimose.errors import BudgetInfeasibleError

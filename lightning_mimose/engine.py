@@ -22,7 +22,8 @@ from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advisor import Advice, Advisor
+from lightning_mimose.advice import Advice
+from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
@@ -41,7 +42,7 @@ from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
-from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
+from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.shared.tenancy import Tenancy
 from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
@@ -101,8 +102,9 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
-        if isinstance(budget, (SharedBudget, Job)):
-            budget_bytes = budget.resolve(self.device)
+        shared = None
+        if isinstance(budget, SHARED_BUDGETS):
+            shared, budget_bytes = budget, budget.resolve(self.device)
         else:
             budget_bytes = parse_budget(budget).resolve(self.memory, held_bytes=self._held_bytes())
         self.advisor = Advisor(
@@ -124,8 +126,8 @@ class Engine:
         self.agreement = Agreement(ranks) if len(ranks) > 1 else None
         self._refuser = Refuser(self.advisor, on_infeasible)
         self.tenancy: Tenancy | None = None
-        if isinstance(budget, (SharedBudget, Job)):
-            self.tenancy = Tenancy(*budget.open(self.device), self.advisor, self.session)
+        if shared is not None:
+            self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
             self._refuser.beside = self.tenancy.beside
             weakref.finalize(self, self.tenancy.close)
         cap = ReservedCap(self.device, budget_bytes)
@@ -137,6 +139,7 @@ class Engine:
         self._step: Step | None = None
         self._trained: tuple[bool, ...] | None = None
         self._planned = 0
+        self._meters_are_free = self.device.type != "cpu"
 
     @property
     def budget_bytes(self) -> int:
@@ -252,7 +255,7 @@ class Engine:
         if advice.plan is None:
             actions = self.advisor.shelter
         elif actions is None:
-            actions = dict(advice.plan)
+            actions = dict(advice.plan.choices)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
@@ -261,9 +264,7 @@ class Engine:
         self._arm(self._step)
         lasts = resident.update_bytes - self._update.cost.transient_bytes
         if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
-            learning = self.session.learning_steps
-            self._clear(self._step)
-            self.session.learning_steps = learning  # of steps that ran
+            self._clear(self._step, ran=False)
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
@@ -293,7 +294,7 @@ class Engine:
                 self.session.record(step.recorder)
 
     def _measures_planned_step(self, step: Step) -> bool:
-        if self.device.type != "cpu":
+        if self._meters_are_free:
             return True
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
@@ -342,8 +343,11 @@ class Engine:
             step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
             step.recorder.start()
 
-    def end_step(self) -> StepRecord | None:
+    def end_step(self, number: int = 0) -> StepRecord | None:
         """The step is over; None if none was running.
+
+        Args:
+            number: Of the step, for the record.
 
         Raises:
             BudgetInfeasibleError: As `before_update`, for a step without an update.
@@ -355,13 +359,13 @@ class Engine:
             self._lessons.of_update(step)
         else:
             self._finish_together(step)
-        actions = dict(self.session.actions)
+        actions = self.session.actions  # the next step has a dictionary of its own
         self._clear(step)
         if self.tenancy is not None:
             self.tenancy.turn()
         self._planned += not step.sheltered
         return StepRecord(
-            step=0,
+            step=number,
             batch_idx=step.batch_idx,
             epoch=step.epoch,
             size=self.advisor.tracker.named(step.size),
@@ -387,17 +391,19 @@ class Engine:
             finally:
                 self._clear(step)
 
-    def _clear(self, step: Step) -> None:
+    def _clear(self, step: Step, *, ran: bool = True) -> None:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder = step.gradients = None
-        self.session.disarm()
+        armed = self.session.armed
+        self.session.disarm(ran=ran)
         self._step = None
         if self.tenancy is not None:
             self.tenancy.end()
         if self._attachment.has_news:
             self._attachment.take_refusals()
-        self._trials.disarm()
+        if armed:  # else no unit can have been tried
+            self._trials.disarm()
         if self.session.surprised:
             self.session.surprised = False
             self.advisor.different = dict(self.session.different)

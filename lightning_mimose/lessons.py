@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advisor import Advisor, with_reserve
+from lightning_mimose.advice import with_reserve
+from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.hints import attention_hint, update_hint
 from lightning_mimose.measure.observe import observe

@@ -139,7 +139,7 @@ class Mimose:
             engine.before_update()
             if optimizer is not None:
                 optimizer.step()
-            record = engine.end_step()
+            record = engine.end_step(self._history.aggregates.steps)
         except BaseException:
             engine.abort_step()
             raise

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
-from lightning_mimose.advisor import Advisor, Holds
+from lightning_mimose.advice import Holds
+from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
 from lightning_mimose.predict.structure import Resident

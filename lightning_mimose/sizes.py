@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ _BATCH = "batch"
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 _OPAQUE = (type, FunctionType, ModuleType, torch.nn.Module)  # things whose attributes are no part of a batch
 _Leaf = tuple[str, tuple[int, ...]]
+_KNOWN_SHAPES = 256  # batches whose shapes were met, and so need not be read again
 
 
 def raw_dims(batch: Any) -> dict[str, int]:
@@ -71,14 +73,19 @@ class BatchSize:
     dims: tuple[tuple[str, int], ...]
     layout: int = 0
 
+    @cached_property
+    def _rounded(self) -> BatchSize | None:
+        dims = tuple([(name, round_up_value(value)) for name, value in self.dims])
+        return None if dims == self.dims else BatchSize(dims, self.layout)
+
     def rounded_up(self) -> BatchSize:
-        """This size with every dimension through `round_up_value`.
+        """This size with every dimension through `round_up_value`; the same object where that changes nothing.
 
         Example:
             >>> BatchSize((("batch", 8), ("pixels", 100_001))).rounded_up().dims
             (('batch', 8), ('pixels', 100032))
         """
-        return BatchSize(tuple([(name, round_up_value(value)) for name, value in self.dims]), self.layout)
+        return self._rounded or self
 
 
 @dataclass
@@ -156,6 +163,7 @@ class SizeTracker:
         self._layouts: list[_Layout] = []
         self._index: dict[frozenset[str], int] = {}
         self._apart = False  # a layout was seen whose tensors do not share their leading axis
+        self._by_shapes: dict[Any, BatchSize] = {}
 
     def observe(self, batch: Any) -> BatchSize:
         """The size of this batch, which is remembered.
@@ -164,6 +172,18 @@ class SizeTracker:
             SizeError: If there is no tensor in the batch, if `size_fn` returns anything but an int or a mapping of
                 names to ints, or if the type of the batch, or of that result, is not what it was before.
         """
+        shapes = _shapes(batch) if self.size_fn is None else None
+        if shapes is None:
+            return self._observe(batch)
+        known = self._by_shapes.get(shapes)
+        if known is None:  # another batch of these shapes would teach nothing
+            known = self._observe(batch)
+            if len(self._by_shapes) >= _KNOWN_SHAPES:
+                self._by_shapes.clear()
+            self._by_shapes[shapes] = known
+        return known
+
+    def _observe(self, batch: Any) -> BatchSize:
         dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
         index = self._index.get(frozenset(dims))
         if index is None:
@@ -226,7 +246,7 @@ class SizeTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, in place of all that was learned here."""
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
-        self._layouts, self._index, self._apart = [], {}, False
+        self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
         for saved in copy.deepcopy(state["layouts"]):
             layout = _Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])
             layout.update_shown()
@@ -235,6 +255,7 @@ class SizeTracker:
     def _add(self, layout: _Layout) -> int:
         self._index[frozenset(layout.names)] = len(self._layouts)
         self._layouts.append(layout)
+        self._by_shapes.clear()  # names depend on what layouts there are
         self._apart = self._apart or _BATCH not in layout.names
         return len(self._layouts) - 1
 
@@ -288,6 +309,21 @@ def _kind(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return "sequence"
     return "tensor" if isinstance(batch, Tensor) else "object"
+
+
+def _shapes(batch: Any) -> Any:
+    """Tells batches of different sizes apart where they are a tensor or tensors side by side; None for any other."""
+    kind = type(batch)
+    if kind is Tensor:
+        return None if batch.is_nested else batch.shape
+    if kind is dict:
+        names, tensors = tuple(batch), batch.values()
+    elif kind is list or kind is tuple:
+        names, tensors = (kind,), batch
+    else:
+        return None
+    shapes = tuple([tensor.shape for tensor in tensors if type(tensor) is Tensor and not tensor.is_nested])
+    return (names, shapes) if len(shapes) == len(batch) > 0 else None
 
 
 def _leaves(batch: Any) -> list[_Leaf]:

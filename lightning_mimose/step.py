@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mimose.advisor import Advice
+from lightning_mimose.advice import Advice
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.sizes import BatchSize
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """The step that is running.
 

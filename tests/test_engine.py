@@ -425,3 +425,21 @@ def test_planned_steps_are_measured_only_at_first() -> None:
     assert not any(record.sheltered for record in records)
     assert records[0].measured_peak_bytes is not None
     assert all(record.measured_peak_bytes is None for record in records[6:])
+
+
+def test_a_run_of_one_size_that_is_rounded_up_is_planned() -> None:
+    """Nothing is ever measured at the size that its plans would be rounded up to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)])
+    engine = Engine(model, budget="1GB")
+    engine.attach()
+    try:
+        records = [
+            step(engine, torch.randn(1, 3001, 4), loss_fn=lambda model, batch: model(batch).pow(2).mean())
+            for _ in range(5)
+        ]
+    finally:
+        engine.detach()
+    assert [record.sheltered for record in records] == [True, False, False, False, False]
+    assert records[-1].cache_hit
+    assert records[1].predicted_peak_bytes == pytest.approx(records[1].measured_peak_bytes, rel=0.01)

@@ -311,3 +311,26 @@ def test_state_keeps_type_and_layouts() -> None:
     fresh: Mapping[str, Any] = SizeTracker().state_dict()
     restored.load_state_dict(fresh)
     assert restored.observe(zeros(4)).dims == (("batch", 4),)
+
+
+def test_a_batch_of_known_shapes_is_what_it_was() -> None:
+    """Shapes that were met before are not read again: their size must be the same, whatever was met between."""
+    tracker, fresh = SizeTracker(), SizeTracker()
+    first, other = {"a": torch.zeros(4, 3), "b": torch.zeros(4)}, {"b": torch.zeros(4), "a": torch.zeros(4, 3)}
+    apart = {"a": torch.zeros(5, 3), "b": torch.zeros(4)}
+    batches = [first, other, first, apart, first, {**first, "c": torch.zeros(4, 9)}, apart, other, first]
+    sizes = [tracker.observe(batch) for batch in batches]
+    for batch, size in zip(batches, sizes, strict=True):
+        fresh._by_shapes.clear()  # reads every batch
+        assert fresh.observe(batch) == size
+    with pytest.raises(SizeError):
+        tracker.observe(torch.zeros(4, 3))
+
+
+def test_batches_that_hold_the_same_shapes_in_other_ways_are_told_apart() -> None:
+    """Names, other values beside the tensors, and nested tensors."""
+    tracker = SizeTracker()
+    long, short = torch.zeros(4, 9), torch.zeros(4, 3)
+    assert tracker.observe({"a": long, "b": short}) != tracker.observe({"b": long, "a": short})
+    assert tracker.observe({"a": long, "n": 1}) == tracker.observe({"a": long})
+    assert tracker.observe({"a": long, "more": [short]}) != tracker.observe({"a": long})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -21,8 +21,26 @@ from torch import nn
 Handler: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Switch(Protocol):
+    """Says whether a handler has anything to do; where it has not, a call costs next to nothing."""
+
+    armed: bool
+    stops: Any
+
+
+class _On:
+    """Says that it always has."""
+
+    armed = True
+    stops = None
+
+
+_ON = _On()
+
+
 class _Entry(NamedTuple):
     handler: Handler
+    switch: Switch
     had_own: bool
     alive: weakref.ref[nn.Module]
 
@@ -37,7 +55,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _own_forward(self, args, kwargs)
     entry = _handlers.get(id(self))
-    return _own_forward(self, args, kwargs) if entry is None else entry.handler(args, kwargs)
+    if entry is None:
+        return _own_forward(self, args, kwargs)
+    switch = entry.switch
+    if switch.armed or switch.stops is not None:
+        return entry.handler(args, kwargs)
+    # As `_own_forward`: a step that fits comes here once for every unit.
+    return self.__dict__[_ORIGINAL](*args, **kwargs) if entry.had_own else type(self).forward(self, *args, **kwargs)
 
 
 class _CompiledCall:
@@ -53,10 +77,10 @@ class _CompiledCall:
         return self.original(*args, **kwargs) if entry is None else entry.handler(args, kwargs)
 
 
-def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler]) -> None:
+def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler], switch: Switch = _ON) -> None:
     """Replace a module's forward by the handler that `make_handler` builds around the original one."""
     if module._compiled_call_impl is not None:
-        _patch_compiled(module, module._compiled_call_impl, make_handler)
+        _patch_compiled(module, module._compiled_call_impl, make_handler, switch)
         return
     original = module.__dict__.get("forward")
     if getattr(original, "__func__", None) is forward:  # a copy of a patched module
@@ -65,12 +89,15 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
         module.__dict__[_ORIGINAL] = original
     key = id(module)
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
-    _handlers[key] = _Entry(make_handler(_own(alive, original is not None)), original is not None, alive)
+    _handlers[key] = _Entry(make_handler(_own(alive, original is not None)), switch, original is not None, alive)
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
 def _patch_compiled(
-    module: nn.Module, original: Callable[..., Any], make_handler: Callable[[Callable[..., Any]], Handler]
+    module: nn.Module,
+    original: Callable[..., Any],
+    make_handler: Callable[[Callable[..., Any]], Handler],
+    switch: Switch,
 ) -> None:
     key = id(module)
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
@@ -81,7 +108,7 @@ def _patch_compiled(
         assert compiled is not None
         return vars(compiled)["_compiled_call_impl"].original(*args, **kwargs)
 
-    _handlers[key] = _Entry(make_handler(call), False, alive)
+    _handlers[key] = _Entry(make_handler(call), switch, False, alive)
 
 
 def unpatch(module: nn.Module) -> None:

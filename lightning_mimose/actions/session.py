@@ -105,10 +105,14 @@ class Session:
         """Record the units' calls from now on."""
         self.recorder, self.armed = recorder, True
 
-    def disarm(self) -> None:
-        """Let every unit run its own forward again."""
+    def disarm(self, *, ran: bool = True) -> None:
+        """Let every unit run its own forward again.
+
+        Args:
+            ran: Whether the step ran, and did not only ask whether it may.
+        """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.learning_steps = max(0, self.learning_steps - 1)
+        self.learning_steps = max(0, self.learning_steps - ran)
         self.given.clear()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
@@ -119,6 +123,8 @@ class Session:
 
     def standing(self, actions: Mapping[str, str]) -> dict[str, str]:
         """Actions without refused units, whose parts stand in for them."""
+        if not self.refused:
+            return dict(actions)
         found: dict[str, str] = {}
         waiting = list(reversed(list(actions.items())))
         while waiting:
@@ -144,7 +150,7 @@ class Session:
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
-    patch(unit.module, partial(_Calls, unit, session))
+    patch(unit.module, partial(_Calls, unit, session), session)
 
 
 class _Calls:

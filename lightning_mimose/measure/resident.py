@@ -7,10 +7,9 @@ once and remembered; the rest is a short sum, because it runs on every step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
-from operator import attrgetter, is_not
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.sharding import held_bytes, local
 
-_REQUIRES_GRAD, _GRAD = attrgetter("requires_grad"), attrgetter("grad")
+# What a parameter is found to be: a trained one has a gradient (False) or none (True).
+_TRAINED, _FROZEN, _FROZEN_WITH_GRADIENT = 1, 2, 3
+_WITH_GRADIENT = (0, _FROZEN_WITH_GRADIENT)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -41,14 +42,16 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The strided tensors that hold a tensor's data; a sparse tensor has several, of a sharded one a part is here."""
-    tensor = local(tensor)
-    if tensor.layout == torch.strided:
-        yield tensor
-    elif tensor.layout == torch.sparse_coo:
+    if type(tensor) is not torch.Tensor:
+        tensor = local(tensor)
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
         detached = tensor.detach()
-        yield from (detached._indices(), detached._values())
+        return detached._indices(), detached._values()
+    return ()
 
 
 def batch_bytes(batch: Any) -> int:
@@ -59,6 +62,8 @@ def batch_bytes(batch: Any) -> int:
         >>> batch_bytes({"x": torch.zeros(100)[:10]})
         40
     """
+    if type(batch) is torch.Tensor and batch.layout is torch.strided and batch.is_contiguous():
+        return batch.nbytes
     sizes: dict[int, int] = {}
     for tensor in batch_tensors(batch):
         for part in _plain(tensor):
@@ -174,7 +179,8 @@ class ResidentLedger:
         self.gradient_capacity_bytes = 0
         """Bytes of all gradients once every trainable parameter has one."""
         self.trained: tuple[bool, ...] | None = None
-        """Which parameters are trained, in order."""
+        """Which parameters are trained, in order; the same object until that changes."""
+        self._states: list[int] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -183,6 +189,7 @@ class ResidentLedger:
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
         self._tensors = list(parameters)
         self._sizes = [held_bytes(p) for p in parameters]
+        self._states, self.trained = [], None  # of other parameters
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
@@ -198,12 +205,21 @@ class ResidentLedger:
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
-        trained = tuple(map(_REQUIRES_GRAD, self._tensors))
+        # One pass, whose outcome hardly ever changes: looking at every parameter is most of what a step costs here.
+        states = [
+            p.grad is None if p.requires_grad else _FROZEN if p.grad is None else _FROZEN_WITH_GRADIENT
+            for p in self._tensors
+        ]
+        if states == self._states:
+            return
+        self._states = states
+        trained = tuple([state <= _TRAINED for state in states])
         if trained != self.trained:
             self.trained = trained
             self.gradient_capacity_bytes = sum(compress(self._sizes, trained))
-        there = map(is_not, map(_GRAD, self._tensors), repeat(None))
-        self.gradient_bytes = sum(compress(self._sizes, there))
+        self.gradient_bytes = sum(
+            size for size, state in zip(self._sizes, states, strict=True) if state in _WITH_GRADIENT
+        )
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""

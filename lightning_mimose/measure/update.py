@@ -46,7 +46,8 @@ class UpdateReserve:
             lasting_bytes: Parameters, buffers, state and the batch.
         """
         # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
-        pending = sum(
-            cost.state_bytes for optimizer, cost in self._costs if len(optimizer.state) == self._entries[id(optimizer)]
-        )
+        pending = 0
+        for optimizer, cost in self._costs:
+            if len(optimizer.state) == self._entries[id(optimizer)]:
+                pending += cost.state_bytes
         return lasting_bytes + self._ledger.gradient_capacity_bytes + pending + self.cost.transient_bytes

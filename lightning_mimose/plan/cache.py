@@ -79,11 +79,12 @@ class PlanCache:
     def get(self, key: Hashable, budget_bytes: int) -> Plan | None:
         """The plan for this size and budget, or None."""
         with self._lock:
-            plan = self._plans.get((key, budget_bytes))
+            slot = (key, budget_bytes)
+            plan = self._plans.get(slot)
             if plan is None:
                 self.misses += 1
                 return None
-            self._plans.move_to_end((key, budget_bytes))
+            self._plans.move_to_end(slot)
             self.hits += 1
             return plan
 

@@ -34,7 +34,7 @@ from lightning_mimose.plugin.support import (
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.shared.budget import AnyBudget, Job, SharedBudget
+from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -88,7 +88,7 @@ class MimoseCallback(Callback):
         on_oom: Literal["retry", "raise"] = "retry",
         host_budget: str | int | float | None = None,
     ) -> None:
-        if not isinstance(budget, (SharedBudget, Job)):
+        if not isinstance(budget, SHARED_BUDGETS):
             parse_budget(budget)
         if host_budget is not None:
             parse_budget(host_budget)
@@ -285,7 +285,7 @@ class MimoseCallback(Callback):
         self._engine.abort_step()  # a step that another hook skipped has no end
         if batch_idx == 0 and trained_parameters(pl_module) != self._trained:
             # Layers were frozen or unfrozen: what is saved, made and kept from now on is another matter.
-            shared = isinstance(self.budget, (SharedBudget, Job))
+            shared = isinstance(self.budget, SHARED_BUDGETS)
             budget = self.budget if shared else self._engine.budget_bytes
             self._close()
             self._open(trainer, pl_module, budget)
@@ -315,7 +315,7 @@ class MimoseCallback(Callback):
         """Record the step."""
         if self._engine is None:
             return
-        record = self._engine.end_step()
+        record = self._engine.end_step(self._history.aggregates.steps)
         if record is not None:
             record = self._history.add(record)
             self._metrics.log(trainer, self, record)

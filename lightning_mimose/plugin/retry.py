@@ -9,7 +9,7 @@ import torch
 
 from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
-from lightning_mimose.plugin.support import settle_buckets
+from lightning_mimose.plugin.support import reducer_of, settle_buckets
 
 
 class RetryHook:
@@ -48,7 +48,8 @@ def keep_logged(trainer: Any) -> Callable[[], None]:
 
     Lightning replaces the values of a result, it does not write into them.
     """
-    results = getattr(trainer, "_results", None)
+    # Where `trainer._results` leads in a training step, by way of several properties.
+    results = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "_results", None)
     if results is None:
         return lambda: None
     kept = {key: dict(vars(metric)) for key, metric in results.items()}
@@ -82,7 +83,7 @@ class Exchanges:
         return self._number() != self._before
 
     def _number(self) -> int:
-        if not hasattr(getattr(self._strategy, "model", None), "reducer"):
+        if reducer_of(self._strategy) is None:
             return 0
         group: Any = torch.distributed.group.WORLD
         return int(group._get_sequence_number_for_group())
@@ -98,12 +99,12 @@ def why_not(strategy: Any, engine: Any, exchanged: bool) -> str:
         return NO_RETRY
     if engine.gradients == "zeroed" and engine.in_backward():
         return "this LightningModule zeroes gradients in a way of its own (optimizer_zero_grad)"
-    wrapped = getattr(strategy, "model", None)
-    if not hasattr(wrapped, "reducer"):
+    if reducer_of(strategy) is None:
         return ""
+    wrapped = strategy.model
     if engine.in_backward():
         return "under DDP some gradients may be reduced over the ranks already"
-    if wrapped.broadcast_buffers and any(True for _ in wrapped.module.buffers()):  # type: ignore[union-attr]
+    if wrapped.broadcast_buffers and any(True for _ in wrapped.module.buffers()):
         return (
             "under DDP the forward exchanges buffers between the ranks (DDPStrategy(broadcast_buffers=False) does not)"
         )

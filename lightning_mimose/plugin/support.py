@@ -102,8 +102,7 @@ def bucket_bytes(strategy: Any, model: nn.Module) -> int:
     With `gradient_as_bucket_view=True` the gradients lie inside them, and are counted a second time: only when the
     first backward has run do they move there, so nothing less would be safe.
     """
-    wrapped = getattr(strategy, "model", None)
-    if not hasattr(wrapped, "reducer"):
+    if reducer_of(strategy) is None:
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
@@ -114,9 +113,15 @@ def settle_buckets(strategy: Any) -> None:
     It frees the old ones and makes new ones. A meter that is running sees memory made, and on CPU not that older
     memory goes: that step would look a parameter's worth larger than it is. Every rank is at this point here.
     """
-    rebuild = getattr(getattr(getattr(strategy, "model", None), "reducer", None), "_rebuild_buckets", None)
+    rebuild = getattr(reducer_of(strategy), "_rebuild_buckets", None)
     if rebuild is not None:
         rebuild()
+
+
+def reducer_of(strategy: Any) -> Any:
+    """What exchanges gradients between the ranks under DDP; None elsewhere."""
+    # Asked on every step, and a module takes microseconds to say that it has no such attribute.
+    return getattr(getattr(strategy, "model", None), "__dict__", {}).get("reducer")
 
 
 def precision_of(strategy: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ class Estimator:
         """What is resident besides activations: errors are shares of a step's whole peak."""
         self._patience = patience
         self._enough = 0
+        self._measured_since: set[tuple[tuple[str, int], ...]] = set()
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None], _Fit | None] = {}
         self._latest: Structure | None = None
@@ -120,6 +121,8 @@ class Estimator:
         key = tuple(sorted(dims.items()))
         known.pop(key, None)
         known[key] = values
+        if len(self) < self._enough:
+            self._measured_since.add(key)
         if len(self._observed) > MAX_STRUCTURES:
             del self._observed[next(s for s in self._observed if s != structure)]
         if len(known) > MAX_OBSERVATIONS:
@@ -138,8 +141,12 @@ class Estimator:
                 yield dict(key), structure, values
 
     def distrust(self) -> None:
-        """A prediction was wrong: the fit looked better than it was. Ask for two more sizes."""
+        """A prediction was wrong: the fit looked better than it was. Ask for two more sizes.
+
+        They may never come: a size that is measured from now on is believed, whatever others there are.
+        """
         self._enough = len(self) + 2
+        self._measured_since.clear()
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
@@ -150,7 +157,8 @@ class Estimator:
         seen = [structure for structure, known in self._observed.items() if key in known]
         if seen:
             # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
-            trusted = len(seen) == 1 and len(self) >= self._enough and self._is_complete()
+            believed = key in self._measured_since or len(self) >= self._enough
+            trusted = len(seen) == 1 and believed and self._is_complete()
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
@@ -251,58 +259,97 @@ def _best_fit(
 ) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
     candidates = bases(sizes)
-    best: tuple[float, Basis, frozenset[str]] = (float("inf"), candidates[0], frozenset(structure.grades))
-    for basis in candidates:
-        design = np.array([basis.features(size) for size in sizes])
-        error, doubtful = _left_out_error(design, values, structure, resident_bytes)
-        if error < best[0]:
-            best = (error, basis, doubtful)
-        if error <= EXACT_ERROR:
+    best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
+    for candidate in candidates:
+        design = np.array([candidate.features(size) for size in sizes])
+        check = _left_out(design, values, truth, structure, resident_bytes)
+        if check.error < best.error:
+            best, basis = check, candidate
+        if check.error <= EXACT_ERROR:
             break
-    error, basis, doubtful = best
     design = np.array([basis.features(size) for size in sizes])
     names = sizes[0].keys()
     return _Fit(
         basis,
         _solve(design, values),
-        error,
+        best.error,
         len(sizes),
         {name: min(size[name] for size in sizes) for name in names},
         {name: max(size[name] for size in sizes) for name in names},
-        doubtful,
+        _doubtful(best, values, truth, structure, resident_bytes),
     )
 
 
-def _left_out_error(
-    design: NDArray[np.float64], values: NDArray[np.float64], structure: Structure, resident_bytes: int
-) -> tuple[float, frozenset[str]]:
-    """Largest error when each size is predicted from the others, as a share of its peak; and the doubtful grades."""
+class _Check(NamedTuple):
+    """What came of predicting sizes from the others.
+
+    Attributes:
+        error: The largest error, as a share of the size's peak.
+        checked: Indices of the sizes that could be predicted.
+        predicted: Shape (checked, columns).
+    """
+
+    error: float
+    checked: Sequence[int]
+    predicted: NDArray[np.float64]
+
+
+_UNCHECKED = _Check(float("inf"), (), np.zeros((0, 0)))
+
+
+def _left_out(
+    design: NDArray[np.float64],
+    values: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+) -> _Check:
+    """Predict each size from the others; `truth` is the summary of the values."""
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
     # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+    features = design.shape[1]
+    if len(design) < features + (1 if features == 2 else 2):
+        return _UNCHECKED
     distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
     group = group.reshape(-1)
-    features = design.shape[1]
     few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
     if (len(distinct) < features + 2 and not few) or np.linalg.matrix_rank(distinct) < features:
-        return float("inf"), frozenset(structure.grades)
-    checked, predicted = [], []
+        return _UNCHECKED
+    # What a fit without some rows misses them by follows from the fit with them (its hat matrix), so one is enough.
+    orthogonal = np.linalg.qr(design)[0]
+    hat = orthogonal @ orthogonal.T
+    residuals = values - orthogonal @ (orthogonal.T @ values)
+    checked, missing = [], []
     for left_out in range(len(distinct)):
-        rest, held = group != left_out, np.flatnonzero(group == left_out)
-        if np.linalg.matrix_rank(design[rest]) == features:
-            coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+        held = np.flatnonzero(group == left_out)
+        if np.linalg.matrix_rank(design[group != left_out]) == features:
             checked.extend(held.tolist())
-            predicted.extend(design[held] @ coefficients)
-    if len(set(group[checked])) < 2:
-        return float("inf"), frozenset(structure.grades)
-    truth = structure.summary(values[checked])
-    missed = np.abs(structure.summary(np.array(predicted)) - truth)
-    peaks = 2 + len(structure.grades)
-    whole = truth[:, :1] + resident_bytes
-    error = float((np.concatenate([missed[:, :2], missed[:, peaks:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
-    lean = (missed[:, 2:peaks] / whole).max(axis=0)
-    doubtful = frozenset(g for g, e in zip(structure.grades, lean, strict=True) if e > max(LEAN_ERROR, error))
+            missing.append(np.linalg.solve(np.eye(len(held)) - hat[np.ix_(held, held)], residuals[held]))
+    if len(missing) < 2:
+        return _UNCHECKED
+    predicted = values[checked] - np.concatenate(missing)
+    missed = np.abs(structure.summary(predicted) - truth[checked])
+    whole = truth[checked, :1] + resident_bytes
+    error = float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
     # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
-    return (error if (len(checked) == len(design) and not few) or error < EXACT_ERROR else float("inf")), doubtful
+    believed = (len(checked) == len(design) and not few) or error < EXACT_ERROR
+    return _Check(error, checked, predicted) if believed else _UNCHECKED
+
+
+def _doubtful(
+    check: _Check,
+    values: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+) -> frozenset[str]:
+    """Grades of lean saves whose peaks were missed by more than the rest; only of the fit chosen: it takes long."""
+    if not structure.grades or not check.checked:
+        return frozenset(structure.grades)
+    rows = check.checked
+    missed = np.abs(structure.lean_peaks(check.predicted) - structure.lean_peaks(values[rows]))
+    errors = (missed / (truth[rows, :1] + resident_bytes)).max(axis=0)
+    return frozenset(g for g, e in zip(structure.grades, errors, strict=True) if e > max(LEAN_ERROR, check.error))
 
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

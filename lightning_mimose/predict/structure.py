@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,8 @@ NEVER = 1 << 60
 """The time of an event that does not happen."""
 
 
-@dataclass(frozen=True)
-class Resident:
-    """What is alive in a step besides activations.
+class Resident(NamedTuple):
+    """What is alive in a step besides activations; a tuple, because every step makes some and looks plans up by them.
 
     Attributes:
         lasting_bytes: Parameters, buffers, optimizer state and the batch.
@@ -197,18 +197,15 @@ class Structure:
     def summary(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """What predictions are judged by.
 
-        The activation peak with everything kept, the one with every region recomputed, those with each grade of lean
-        saves everywhere; and what each region frees.
+        The activation peak with everything kept, the one with every region recomputed, and what each region frees.
 
         Args:
             values: Shape (observations, columns).
 
         Returns:
-            Shape (observations, 2 + `grades` + regions), bytes.
+            Shape (observations, 2 + regions), bytes.
         """
-        padded = np.concatenate([values, np.zeros((len(values), 1))], axis=1)
-        column, entry, _, _ = self.arrays
-        kept = (padded[:, column] + padded[:, entry]).max(axis=1)
+        kept = self._kept(_padded(values)).max(axis=1)
         regions = [call for call in self.calls if call.region]
         saved = values[:, [call.saved for call in regions]]
         start = values[:, [call.before_backward for call in regions]]
@@ -217,8 +214,20 @@ class Structure:
         backward = np.array([call.backward_time for call in regions])
         held = (out <= backward) & (backward < backward.reshape(-1, 1))
         recomputed = (start + working - saved @ held).max(axis=1, initial=0.0)
-        lean = [self._lean_peak(padded, action) for action in self.grades]
-        return np.concatenate([np.stack([kept, recomputed, *lean], axis=1), saved], axis=1)
+        return np.concatenate([np.stack([kept, recomputed], axis=1), saved], axis=1)
+
+    def lean_peaks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The activation peaks with each of `grades` everywhere, shape (observations, grades), bytes."""
+        padded = _padded(values)
+        peaks = np.zeros((len(values), len(self.grades)))
+        for index, action in enumerate(self.grades):
+            peaks[:, index] = self._lean_peak(padded, action)
+        return peaks
+
+    def _kept(self, padded: NDArray[np.float64]) -> NDArray[np.float64]:
+        column, entry, _, _ = self.arrays
+        kept: NDArray[np.float64] = padded[:, column] + padded[:, entry]
+        return kept
 
     @cached_property
     def grades(self) -> tuple[str, ...]:
@@ -226,8 +235,8 @@ class Structure:
         return tuple(dict.fromkeys(shape.action for shape in self.lean))
 
     def _lean_peak(self, padded: NDArray[np.float64], action: str) -> NDArray[np.float64]:
-        column, entry, _, _ = self.arrays
-        kept = padded[:, column] + padded[:, entry]
+        _, entry, _, _ = self.arrays
+        kept = self._kept(padded)
         level = kept.copy()
         for shape in self.lean:
             if shape.action == action:
@@ -278,3 +287,8 @@ class Structure:
         backward = np.array([p.backward for p in self.positions], dtype=bool)
         gradients = np.array([p.gradient_bytes for p in self.positions], dtype=np.int64)
         return column, entry, backward, gradients
+
+
+def _padded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """With a column of zeros at the end, where positions outside of any region find their start."""
+    return np.concatenate([values, np.zeros((len(values), 1))], axis=1)

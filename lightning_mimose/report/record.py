@@ -176,12 +176,15 @@ class History:
 
     def add(self, record: StepRecord) -> StepRecord:
         """Take one record in; returns it with its number."""
-        record = replace(record, step=self.aggregates.steps)
+        if record.step != self.aggregates.steps:
+            record = replace(record, step=self.aggregates.steps)
         self.aggregates.add(record)
         # A number for every (unit, action), of which a model has few.
         known = self._choices
-        acting = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
-        numbers = array("H", acting).tobytes() if len(known) <= 1 << 16 else tuple(acting)
+        numbers: bytes | tuple[int, ...] = b""
+        if record.actions:
+            acting = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
+            numbers = array("H", acting).tobytes() if len(known) <= 1 << 16 else tuple(acting)
         names = tuple(record.size)
         self._packed.append(
             (_values(record), self._names.setdefault(names, names), tuple(record.size.values()), numbers)

@@ -322,4 +322,6 @@ class Job:
 
 
 AnyBudget: TypeAlias = str | int | float | SharedBudget | Job
+SHARED_BUDGETS = (SharedBudget, Job)
+"""What several trainings keep together; every other budget is one that `parse_budget` understands."""
 """What may be given as a budget."""

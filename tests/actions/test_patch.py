@@ -8,8 +8,10 @@ import io
 import pickle
 import types
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -168,3 +170,19 @@ def test_a_model_that_is_dropped_while_patched_is_freed() -> None:
     del model
     gc.collect()
     assert not any(reference() is not None for reference in gone[:1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_handler_is_passed_by_while_its_switch_is_off(own: bool) -> None:
+    """And asked again as soon as it is on, or there is somewhere to stop; also where the instance had a forward."""
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    if own:
+        layer.forward = lambda x: x - 1  # type: ignore[method-assign]
+    plain, switch = layer(x), SimpleNamespace(armed=False, stops=None)
+    patch(layer, doubled, switch)
+    assert torch.equal(layer(x), plain)
+    switch.armed = True
+    assert torch.equal(layer(x), 2 * plain)
+    switch.armed, switch.stops = False, object()
+    assert torch.equal(layer(x), 2 * plain)

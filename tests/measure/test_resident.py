@@ -268,3 +268,32 @@ def test_the_history_of_lbfgs_is_reserved_in_full(history: int, search: str | No
             optimizer.step(closure)
         peaks.append(meter.peak_bytes - 2 * parameters)
     assert 0.75 * reserved <= max(peaks) <= reserved + 0.01 * parameters
+
+
+def test_gradients_of_frozen_parameters_count_as_long_as_they_are_there() -> None:
+    """Whatever has a gradient is resident, trained or not; only what is trained will get one."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    ledger, first = ResidentLedger(model), model[0].weight
+    seen = []
+
+    def look() -> None:
+        ledger.count_gradients()
+        seen.append((ledger.gradient_bytes, ledger.gradient_capacity_bytes, ledger.trained))
+
+    look()
+    model(torch.randn(2, 4)).sum().backward()
+    look()
+    first.requires_grad_(False)
+    look()
+    first.grad = None
+    look()
+    first.requires_grad_(True)
+    look()
+    both = (True, True)
+    assert seen == [
+        (0, 128, both),
+        (128, 128, both),
+        (128, 64, (False, True)),
+        (64, 64, (False, True)),
+        (64, 128, both),
+    ]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.predict.estimator import Estimator, Prediction, _best_fit, _solve
+from lightning_mimose.predict.estimator import Estimator, Prediction, _best_fit, _left_out, _solve
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -329,3 +329,34 @@ def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPat
     for size in text(20, 30, 4000):  # the last is trusted by no fit, so all are asked
         predicted(estimator, size)
     assert fits == [3]
+
+
+def test_after_a_wrong_prediction_one_size_alone_is_trusted_when_it_was_measured_again() -> None:
+    """Two more sizes are asked for, which a run that has but one left never brings; what was known stays doubted."""
+    values = law()
+    sizes = [{"batch": 4, "ids:1": n} for n in (8, 16, 24, 32, 40, 48)]
+    estimator = learnt(sizes, values)
+    assert predicted(estimator, sizes[0]).trusted
+    estimator.distrust()
+    assert not predicted(estimator, sizes[0]).trusted
+    estimator.add(sizes[0], structure(), values(sizes[0]))
+    assert predicted(estimator, sizes[0]).trusted
+    assert not predicted(estimator, sizes[1]).trusted
+    assert not predicted(estimator, {"batch": 4, "ids:1": 20}).trusted
+    estimator.distrust()
+    assert not predicted(estimator, sizes[0]).trusted
+
+
+def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
+    """Sizes that a basis cannot tell apart are left out together; an undetermined rest is left unchecked."""
+    generator = np.random.default_rng(0)
+    lengths = [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
+    design = np.array([[1.0, n, n * n] for n in lengths])
+    values = generator.uniform(1e6, 1e9, (len(lengths), structure().columns))
+    check = _left_out(design, values, structure().summary(values), structure(), 0)
+    assert sorted(check.checked) == list(range(len(lengths)))
+    for row, found in zip(check.checked, check.predicted, strict=True):
+        rest = [i for i, n in enumerate(lengths) if n != lengths[row]]
+        alone = design[row] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+        np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-3)
+    assert _left_out(design[:4], values[:4], structure().summary(values[:4]), structure(), 0).error == float("inf")

@@ -1,0 +1,292 @@
+"""The forecast: what a step of some size takes, by what was measured, and how far that is to be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.menu import OFFLOAD, check_actions
+from lightning_mimose.actions.split import CHUNKS, SPLITS
+from lightning_mimose.advice import RESERVE_SHARE, StepView, with_reserve
+from lightning_mimose.errors import MimoseError
+from lightning_mimose.measure.observe import Observation
+from lightning_mimose.plan import Plan
+from lightning_mimose.predict.assemble import Extras, Link, assemble
+from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.sizes import BatchSize, SizeTracker
+
+MINIMUM_UNIT_SHARE = 1e-4
+"""Units that save less than this share of the activation peak are left alone."""
+MISSED_SHARE = 0.008
+"""A planned step that misses its prediction by more says that the fit is not what it seemed."""
+OUT_OF_MEMORY_SHARE = 0.05
+"""Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
+SEVERAL_PASSES_ERROR = 0.02
+"""Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
+UNSCALED_SHARE = 0.02
+"""What of a unit may not be proportional to the batch, where the batch never varied."""
+DYING_INPUTS_ERROR = 0.004
+"""Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
+KNOWN_VIEWS = 8
+"""Sizes whose whole timelines are remembered, for a budget that is shared."""
+KNOWN_PEAKS = 256
+"""Sizes between the rounded ones whose peaks are remembered."""
+STATE_VERSION = 3
+
+
+class Forecast:
+    """Learns from measured steps what others will take.
+
+    Args:
+        budget_bytes: The budget in force.
+        size_fn: Batch -> size; None reads the dimensions of its tensors.
+        actions: What plans may choose from, see `actions.menu`.
+        fingerprint: Identifies model, precision and device; what was learnt for another is not used.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
+        actions: Sequence[str] | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.actions = check_actions(None) if actions is None else tuple(actions)
+        self.fingerprint = fingerprint
+        self.tracker = SizeTracker(size_fn)
+        self.estimator = Estimator()
+        self.shelter: dict[str, str] = {}
+        self.left_out: set[str] = set()
+        self.link: Link | None = None
+        """The way to host memory, if offloading is planned with."""
+        self.refused: dict[str, str] = {}
+        """Unit -> why it can never be recomputed, as the engine found out."""
+        self.indivisible: Mapping[str, str] = {}
+        """Unit -> why it cannot be split."""
+        self.different: dict[str, tuple[str, ...]] = {}
+        """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
+        self.resident = Resident(0, 0, True, 0)
+        self._surplus_bytes = 0
+        self._inputs_die: bool | None = None
+        self._largest_allocated_bytes = 0
+        self._fragmentation_bytes = 0
+        self._actual_peaks: dict[Any, int] = {}
+        self._views: dict[tuple[BatchSize, Resident], StepView] = {}
+
+    # --- what a step takes ------------------------------------------------------------------------------------
+
+    def timeline(self, batch_or_size: Any) -> tuple[Timeline, Prediction]:
+        """The timeline of a batch, or of named dimensions, and the prediction it was made from.
+
+        Raises:
+            MimoseError: Nothing is known about this size yet.
+        """
+        return self._timeline_of(self.tracker.look(batch_or_size))
+
+    def _timeline_of(self, size: BatchSize) -> tuple[Timeline, Prediction]:
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            raise MimoseError(
+                f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "
+                "Ask again after some training steps on batches with these dimensions."
+            )
+        data = round(float(prediction.values[prediction.structure.batch]))
+        here = self.resident
+        resident = Resident(
+            here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
+        )
+        return self._timeline(prediction, resident), prediction
+
+    def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:
+        timeline = assemble(
+            prediction.structure,
+            prediction.values,
+            resident,
+            seconds_per_flop=self.estimator.seconds_per_flop(),
+            minimum_share=MINIMUM_UNIT_SHARE,
+            left_out=frozenset(self.left_out),
+            inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),
+            extras=self._extras(prediction),
+        )
+        return timeline.only(lambda _, action: action not in prediction.doubtful)
+
+    def _extras(self, prediction: Prediction) -> Extras:
+        smaller = {}
+        for chunks, action in zip(CHUNKS, SPLITS, strict=True):
+            if action in self.actions:
+                rows = prediction.dims.get("batch", chunks)
+                part_rows = -(-rows // chunks)
+                part = self.estimator.predict({**prediction.dims, "batch": part_rows})
+                # Where the batch never varied, what is known is that activations are proportional to it.
+                share = prediction.values * (part_rows / rows + UNSCALED_SHARE)
+                if part is None or part.structure != prediction.structure:
+                    smaller[chunks] = share
+                else:
+                    smaller[chunks] = part.values if part.trusted else np.maximum(part.values, share)
+        return Extras(self.link, smaller)
+
+    def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
+        """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
+        peak = min(budget_bytes, timeline.peak_bytes({}))
+        # Which inputs die with their last call is told apart for all or for none; lean saves let some go earlier.
+        unsure = DYING_INPUTS_ERROR if self._inputs_die and set(self.actions) & set(GRADES) else 0.0
+        error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
+        free = int(RESERVE_SHARE * budget_bytes + 1.5 * error * peak)
+        return free + self._surplus_bytes + self._fragmentation_bytes
+
+    def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
+        """A plan is made for a size rounded up; the prediction is for the actual one."""
+        if planned == size:
+            return plan.predicted_peak_bytes
+        slot = (size, plan, resident)
+        if slot not in self._actual_peaks:
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None:
+                return None
+            if len(self._actual_peaks) >= KNOWN_PEAKS:
+                self._actual_peaks.clear()
+            self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
+        return self._actual_peaks[slot]
+
+    def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
+        """What a batch's step looks like; None before anything is known about its size."""
+        slot = (size, resident)
+        if slot not in self._views:
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None:
+                return None
+            timeline = self._timeline(prediction, resident)
+            least, trusted = self.sure_bytes(timeline), prediction.trusted
+            margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
+            wants = timeline.peak_bytes({}) + margin
+            if len(self._views) >= KNOWN_VIEWS:
+                self._views.clear()
+            self._views[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
+        return self._views[slot]
+
+    def sure_bytes(self, timeline: Timeline) -> int:
+        """The least budget that is sure to do: for the plan that a run which knows nothing starts with."""
+        return with_reserve(self._shelter_bytes(timeline))
+
+    def _shelter_bytes(self, timeline: Timeline) -> int:
+        known = timeline.option_index
+        return timeline.peak_bytes({unit: a for unit, a in self.shelter.items() if (unit, a) in known})
+
+    def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
+        """`sure_bytes` of a batch, or of named dimensions."""
+        return self.sure_bytes(self.timeline(batch_or_size)[0])
+
+    # --- learning ---------------------------------------------------------------------------------------------
+
+    def learn(self, size: BatchSize, observation: Observation) -> None:
+        """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+        self.estimator.add(dict(size.dims), observation.structure, observation.values)
+        self._forget_plans()
+
+    def verify(
+        self, size: BatchSize, resident: Resident, plan: Plan, predicted_bytes: int, measured_bytes: int
+    ) -> None:
+        """Compare a planned step with its prediction; what was missing is kept free from now on.
+
+        Args:
+            size: The batch's size.
+            resident: What was resident, the batch included.
+            plan: The plan that was in force.
+            predicted_bytes: Its predicted peak.
+            measured_bytes: The peak that was measured.
+        """
+        missed = measured_bytes - predicted_bytes
+        if missed > 0:
+            self._surplus_bytes = max(missed, self._surplus_bytes)
+        else:
+            self._surplus_bytes = int(self._surplus_bytes * 0.9)
+        bound = self.estimator.varies or any(action in (OFFLOAD, *SPLITS) for action in dict(plan).values())
+        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
+            return
+        self._forget_plans()
+        prediction = self.estimator.predict(dict(size.dims))
+        if self._inputs_die:
+            self._inputs_die = False  # and for good: something holds inputs that looked free
+        elif self._inputs_die is None and prediction is not None and missed < 0:
+            dying = self._timeline(prediction, resident, inputs_die=True).peak_bytes(dict(plan))
+            if abs(dying - measured_bytes) <= MISSED_SHARE / 4 * measured_bytes:
+                self._inputs_die = True
+                return
+        if abs(missed) > MISSED_SHARE * measured_bytes:
+            self.estimator.distrust()
+
+    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
+        """The device had less than was planned with: keep a share of the budget free for a while."""
+        if predicted_bytes is not None:
+            self._surplus_bytes = max(self._surplus_bytes, int(OUT_OF_MEMORY_SHARE * self.budget_bytes))
+        self._forget_plans()
+
+    def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
+        """Learn what the allocator reserves beyond what is allocated; plans leave it free.
+
+        What it reserved for an earlier, larger step is no fragmentation, so the largest step counts.
+        """
+        self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
+        gap = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
+        if gap > 1.05 * self._fragmentation_bytes:
+            self._forget_plans()
+        self._fragmentation_bytes = gap
+
+    def forget(self) -> None:
+        """What is trained has changed: nothing that was measured before holds any more."""
+        self.estimator = Estimator()
+        self._forget_plans()
+        self._inputs_die = None
+
+    def leave_out(self, units: set[str]) -> None:
+        """Plan without some units, from now on."""
+        if units != self.left_out:
+            self.left_out = set(units)
+            self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """What plans, peaks and views were made from is no longer believed."""
+        self._actual_peaks.clear()
+        self._views.clear()
+
+    def guarded(self) -> dict[str, str]:
+        """Unit -> what is not done with it, and why."""
+        found = {unit: f"never recomputed: {reason}" for unit, reason in self.refused.items()}
+        for unit, operations in self.different.items():
+            kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
+            found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
+        for unit, reason in self.indivisible.items():
+            found[unit] = "; ".join([*filter(None, [found.get(unit)]), f"never split: {reason}"])
+        return found
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self.fingerprint,
+            "tracker": self.tracker.state_dict(),
+            "estimator": self.estimator.state_dict(),
+            "surplus_bytes": self._surplus_bytes,
+            "inputs_die": self._inputs_die,
+            "refused": dict(self.refused),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over what was learnt for the same model, precision and device; returns whether it was."""
+        if state.get("version") != STATE_VERSION or state.get("fingerprint") != self.fingerprint:
+            return False
+        self.tracker.load_state_dict(state["tracker"])
+        self.estimator.load_state_dict(state["estimator"])
+        self._surplus_bytes = int(state["surplus_bytes"])
+        self._inputs_die = state["inputs_die"]
+        self.refused = dict(state.get("refused", {}))
+        return True
