@@ -5,7 +5,8 @@ and its death is nobody's else. Whoever finds none starts one; it ends when its 
 lease: when it breaks, all that its job held is free.
 
 If it dies, the first job that notices starts another one. That grants nothing before every job that is alive, which
-their locked files tell, has come back and said what it holds.
+their locked files tell, has come back and said what it holds. Those say what the budget is, too: a newcomer is heard
+when one of them has come back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from .bank import Verdict
 from .claim import Claim
 from .counter import Counter
+from .ledger import Ledger
 from .wire import VERSION, Lines, Meeting, encode, is_locked, lock_file, peer_uid
 
 LINGER_SECONDS = 1.0
@@ -65,6 +67,7 @@ class Coordinator:
         self._missing = {path for path in meeting.jobs.glob("*") if is_locked(path)}
         """Files of jobs that an earlier coordinator served, and that have not come back yet."""
         self._asked_early: list[tuple[Caller, dict[str, Any]]] = []
+        """What cannot be answered before they have."""
 
     def run(self) -> None:
         """Serve until there has been no job for a while."""
@@ -142,19 +145,36 @@ class Coordinator:
 
     def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
         op = message["op"]
-        if caller.job is None and op in ("peek", "history"):
-            if self._agreed(caller, message):
-                counter = self._counter
-                assert counter is not None
-                peek = {"budget": counter.bank.budget_bytes}
-                self._say(caller, peek if op == "peek" else {"history": counter.ledger.to_dict()})
-        elif caller.job is None:
-            self._welcome(caller, message)
+        if caller.job is None:
+            self._greet(caller, op, message)
         elif self._missing and op not in ("advance", "end", "back"):
             self._asked_early.append((caller, message))
         else:
             self._serve(caller, caller.job, message)
         self._tell()
+
+    def _greet(self, caller: Caller, op: str, message: dict[str, Any]) -> None:
+        """The first that a caller says: a job's hello, or a question by somebody who does not stay."""
+        state = message.get("state")
+        if op not in ("peek", "history"):
+            self._missing.discard(self._meeting.file_of(str(message["job"])))
+        if self._counter is None and self._missing:
+            if op == "history":  # who leaves asks for it, and may be the one that is missing
+                self._say(caller, {"history": Ledger().to_dict()})
+                return
+            if state is None:  # nobody who was there has said yet what the budget is
+                self._asked_early.append((caller, message))
+                self._say(caller, {"later": True})
+                return
+        if self._agreed(caller, message):
+            counter = self._counter
+            assert counter is not None
+            if op == "peek":
+                self._say(caller, {"budget": counter.bank.budget_bytes})
+            elif op == "history":
+                self._say(caller, {"history": counter.ledger.to_dict()})
+            else:
+                self._welcome(caller, message, counter)
 
     def _agreed(self, caller: Caller, message: dict[str, Any]) -> bool:
         """Whether somebody means the same budget; says so if not. Nobody is bound by what earlier jobs had."""
@@ -162,14 +182,11 @@ class Coordinator:
         if message.get("version") != VERSION:
             self._say(caller, {"error": "version", "text": str(VERSION)})
             return False
-        if budget is not None and not self._callers and not self._missing:
+        if budget is not None and not self._callers and (not self._missing or self._counter is None):
             same = self._counter is not None and self._counter.bank.budget_bytes == int(budget)
             self._counter = self._counter if same else Counter(int(budget))
             self._device = device
         counter = self._counter
-        if counter is None and budget is not None:  # its predecessor's jobs have not come back yet
-            counter, self._device = Counter(int(budget)), device
-            self._counter = counter
         if counter is None:
             self._say(caller, {"error": "unknown"})
             return False
@@ -181,18 +198,13 @@ class Coordinator:
             return False
         return True
 
-    def _welcome(self, caller: Caller, message: dict[str, Any]) -> None:
+    def _welcome(self, caller: Caller, message: dict[str, Any], counter: Counter) -> None:
         job = str(message["job"])
-        if not self._agreed(caller, message):
-            return
-        counter = self._counter
-        assert counter is not None
         if job in self._callers:
             self._say(caller, {"error": "name"})
             return
         counter.join(job, float(message["weight"]))
         caller.job, self._callers[job] = job, caller
-        self._missing.discard(self._meeting.file_of(job))
         state = message.get("state")
         if state is not None:
             claim = Claim.of([int(need) for need in state["needs"]]) if state["needs"] else None
@@ -271,15 +283,16 @@ class Coordinator:
 
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}
-        if not self._missing:
-            waiting, self._asked_early = self._asked_early, []
-            for caller, message in waiting:
-                if caller.job is not None and self._callers.get(caller.job) is caller:
-                    try:
-                        self._serve(caller, caller.job, message)
-                    except Exception as error:
-                        self._shut_out(caller, error)
-            self._tell()
+        if self._missing and self._counter is None:
+            return
+        asked, self._asked_early = self._asked_early, []
+        for caller, message in asked:
+            if caller.connection.fileno() >= 0:  # it may have broken off meanwhile
+                try:
+                    self._heard(caller, message)
+                except Exception as error:
+                    self._shut_out(caller, error)
+        self._tell()
 
 
 def main(name: str, base: str) -> None:

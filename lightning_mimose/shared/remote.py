@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import suppress
 from typing import Any
 
@@ -42,10 +43,13 @@ class RemoteBroker:
     def leave(self, job: str) -> None:
         """Close it."""
         link = self._links.pop(job, None)
-        if link is not None:
+        if link is None:
+            return
+        try:
             if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
-                with suppress(SharedBudgetError):
+                with suppress(SharedBudgetError, OSError, subprocess.SubprocessError):
                     self._latest = self._ask_once("history")["history"]
+        finally:
             link.close()
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
@@ -118,9 +122,11 @@ class RemoteBroker:
 
     def _ask_once(self, op: str) -> dict[str, Any]:
         """Ask over a connection of its own: those of the jobs are in use, one of them may be waiting."""
-        said: dict[str, Any] | None = None
-        while said is None:
-            with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
-                said = ask_once(connection, {"op": op, **self._peek})
-        raise_error(said, self._meeting, self._peek)
-        return said
+        while True:
+            with connect(self._meeting) as connection:
+                try:
+                    said = ask_once(connection, {"op": op, **self._peek})
+                except OSError:  # it was about to end
+                    continue
+            raise_error(said, self._meeting, self._peek)
+            return said
