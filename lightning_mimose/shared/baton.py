@@ -21,6 +21,7 @@ import torch
 
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.fair import FairClock
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.generators import Generators
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ class Baton:
     """Passes from job to job, fairly by weight."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all jobs."""
         self._changed = threading.Condition()
         self._clock = FairClock()
         self._owner: Runner | None = None
@@ -165,3 +170,4 @@ def _key(runner: Runner) -> str:
 
 BATON = Baton()
 """One for the process, as the generators are."""
+in_child(BATON.reset)

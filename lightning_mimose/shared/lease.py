@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Literal
+from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 
@@ -11,6 +13,7 @@ from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.baton import BATON, SLICE_SECONDS, Runner
 from lightning_mimose.shared.broker import Broker
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.refusals import no_room_error
 from lightning_mimose.shared.stops import Route
 
@@ -48,6 +51,9 @@ class Lease:
         self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
+        self.is_the_parents = False
+        """Whether it came along when this process was forked, and so is none of this process."""
+        _leases.add(self)
         try:
             broker.join(job, weight)
         except ValueError as error:
@@ -80,6 +86,13 @@ class Lease:
         finally:
             if self._runner is not None:
                 BATON.leave(self._runner)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: never touch what the parent goes on with."""
+        self.is_the_parents = self._closed = True
+        self._closing = threading.Lock()
+        self._stepping, self._runner = False, None
+        self._broker = cast("Broker", _Elsewhere(self.job))
 
     # --- between steps ----------------------------------------------------------------------------------------
 
@@ -203,3 +216,27 @@ class Lease:
         finally:
             if self._runner is not None:
                 BATON.take(self._runner)
+
+
+class _Elsewhere:
+    """In place of the broker of a job that lives in another process."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+
+    def __getattr__(self, name: str) -> Any:
+        raise SharedBudgetError(
+            f"Job {self._job!r} is that of the process that process {os.getpid()} was forked from; it cannot train in "
+            'both. Begin the training in the child: SharedBudget.connect("name", "16GB") there, and a job of its own.'
+        )
+
+
+_leases: WeakSet[Lease] = WeakSet()
+
+
+def _after_fork() -> None:
+    for lease in list(_leases):
+        lease.leave_to_parent()
+
+
+in_child(_after_fork)

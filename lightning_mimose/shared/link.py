@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.reach import ask_once, connect, own_file, raise_error
 from lightning_mimose.shared.wire import VERSION, Lines, Meeting, encode
 
@@ -154,11 +155,14 @@ class Link:
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=5.0)
 
-    def drop(self) -> None:
-        """In a forked child: let go of what keeps the parent's lease alive."""
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of what would keep the parent's lease alive, and of nothing else."""
         for descriptor in (self._socket.detach(), self._file):
             with suppress(OSError):
                 os.close(descriptor)
+        # From now on these numbers are those of other files, and the name of the file is still the parent's.
+        self._closed, self.alone, self._changed = True, False, threading.Condition()
+        self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
@@ -304,9 +308,8 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The workers of a DataLoader would keep their parent's lease alive when it is killed.
     for link in list(_links):
-        link.drop()
+        link.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)

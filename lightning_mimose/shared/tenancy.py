@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.predict.structure import Resident
+from lightning_mimose.shared.dropped import DROPPED
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route, Stops, route_of
 from lightning_mimose.sizes import BatchSize
@@ -28,6 +31,8 @@ class Tenancy:
         self._backward = False
         self._again: tuple[Step, int] | None = None
         self.close = lease.close if closes else _nothing
+        self.drop = partial(DROPPED.note, lease.close) if closes else _nothing
+        """To be called where garbage is collected, in place of `close`."""
 
     def settle(self, rest_bytes: int) -> None:
         """The model is there, and its optimizer is known.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseError, SharedBudget, SharedBudgetError
 from lightning_mimose.errors import UnitsError
 from lightning_mimose.shared import baton, lease
+from lightning_mimose.shared.bank import Bank
 from tests.helpers.sharing import block, loss, train
 
 
@@ -123,6 +126,39 @@ def test_one_that_is_dropped_without_being_closed_is_no_tenant_any_more():
     mimose.step(torch.randn(8, 32))
     del mimose
     assert together(lambda seed: train(seed, shared, 3).digest, 1)
+
+
+def test_one_that_is_collected_while_accounts_are_changed_is_closed_after(monkeypatch):
+    shared = SharedBudget("1GB", own_generators=False)
+    held = [Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)]
+    held[0].step(torch.randn(8, 32))
+    other, _ = shared.open(torch.device("cpu"), "other")
+    settle = Bank.settle
+
+    def collects(bank, *args, **kwargs):
+        before = list(bank.accounts)
+        held.clear()
+        gc.collect()
+        assert list(bank.accounts) == before  # it holds the lock, and this thread would be let through
+        return settle(bank, *args, **kwargs)
+
+    monkeypatch.setattr(Bank, "settle", collects)
+    other.settle(1000)
+    monkeypatch.undo()
+    until = time.monotonic() + 10
+    while not other.alone:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    other.close()
+
+
+def test_a_thread_may_go_on_at_once_after_it_has_dropped_a_training():
+    shared = SharedBudget("1GB")
+    for _ in range(5):
+        mimose = Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)
+        mimose.step(torch.randn(8, 32))
+        del mimose
+        gc.collect()
 
 
 def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
