@@ -41,7 +41,9 @@ class Caller:
         self.alone = False
         """Whether it was told that nobody else is there: it then holds the whole budget, and asks for nothing."""
         self.wanted = False
-        """Whether it was told that somebody waits, so that it says what it gives back within a step."""
+        """Whether it was told that somebody waits, so that it says what it gives back."""
+        self.plan: list[int] = []
+        """What it was told last that it may plan with."""
         self.standing = False
         """Whether it still does: what it was told is recalled, and it has not given it back yet."""
         self.grant = 0
@@ -68,6 +70,8 @@ class Coordinator:
         """Files of jobs that an earlier coordinator served, and that have not come back yet."""
         self._asked_early: list[tuple[Caller, dict[str, Any]]] = []
         """What cannot be answered before they have."""
+        self._planned_for: list[tuple[Any, ...]] = []
+        """What everybody has and wants, as of the last time that plans were told."""
 
     def run(self) -> None:
         """Serve until there has been no job for a while."""
@@ -147,7 +151,7 @@ class Coordinator:
         op = message["op"]
         if caller.job is None:
             self._greet(caller, op, message)
-        elif self._missing and op not in ("advance", "end", "back"):
+        elif self._missing and op not in ("advance", "end", "still", "back"):
             self._asked_early.append((caller, message))
         else:
             self._serve(caller, caller.job, message)
@@ -215,9 +219,11 @@ class Coordinator:
         counter, op = self._counter, message["op"]
         assert counter is not None
         if caller.standing and op in ("begin", "build", "settle"):
-            caller.standing = caller.alone = False
-            counter.end(job)  # it has not heard yet that it need not ask, or holds something else from now on
+            caller.standing = caller.alone = False  # it has not heard yet, or holds something else from now on
+            self._end(caller, job)
             self._say(caller, {"alone": False, "grant": caller.grant})
+        if op in ("begin", "build") and counter.bank.accounts[job].claim is not None:
+            self._end(caller, job)  # of an earlier step, that it kept
         if op == "back":
             if caller.standing and message["grant"] == caller.grant:
                 caller.standing = False
@@ -225,13 +231,15 @@ class Coordinator:
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
             verdict = counter.begin(job, claim, int(message["rest"]))
-            self._verdict(caller, message, verdict, plan=self._plan(job))
+            self._verdict(caller, message, verdict)
         elif op == "ask":
             self._verdict(caller, message, counter.ask(job))
         elif op == "advance":
             counter.advance(job, int(message["at"]))
+        elif op == "still":
+            counter.replace(job, Claim.of([int(need) for need in message["needs"]]))
         elif op == "end":
-            counter.end(job)
+            self._end(caller, job)
         elif op == "settle":
             self._verdict(caller, message, counter.settle(job, int(message["rest"]), patient=bool(message["patient"])))
         elif op == "build":
@@ -239,19 +247,25 @@ class Coordinator:
         elif op == "plan":
             least, wants = int(message["least"]), int(message["wants"])
             counter.wish(job, least, wants)
-            self._say(caller, {"n": message["n"], "answer": self._plan(job)})
+            caller.plan = self._plan(job)
+            self._say(caller, {"n": message["n"], "answer": caller.plan})
         elif op == "others":
             self._say(caller, {"n": message["n"], "answer": counter.others(job)})
         else:
             raise ValueError(f"there is no {op!r}")
 
+    def _end(self, caller: Caller, job: str) -> None:
+        assert self._counter is not None
+        self._counter.count(job, charged=caller.wanted)
+        self._counter.end(job)
+
     def _plan(self, job: str) -> list[int]:
         assert self._counter is not None
         return [self._counter.plan_bytes(job, together=True), self._counter.bank.room_bytes(job)]
 
-    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict, **more: Any) -> None:
+    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict) -> None:
         answer = [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]
-        self._say(caller, {"n": message["n"], "answer": answer, **more})
+        self._say(caller, {"n": message["n"], "answer": answer})
 
     def _tell(self) -> None:
         """Say what has changed for others meanwhile."""
@@ -266,9 +280,11 @@ class Coordinator:
                     self._say(caller, {"granted": reach})
         waiting = counter.bank.waiting
         for job, caller in self._callers.items():
-            wanted = bool(waiting) and waiting != (job,)
+            keeps = counter.alone(job) and not caller.standing and counter.bank.accounts[job].claim is not None
+            wanted = keeps or (bool(waiting) and waiting != (job,))
             if wanted != caller.wanted:
                 caller.wanted = wanted
+                counter.count(job, charged=not wanted)
                 with suppress(OSError):
                     self._say(caller, {"wanted": wanted})
             if caller.alone and not counter.alone(job):
@@ -280,6 +296,20 @@ class Coordinator:
                 caller.grant += 1
                 with suppress(OSError):
                     self._say(caller, {"alone": True, "grant": caller.grant})
+
+        self._tell_plans(counter)
+
+    def _tell_plans(self, counter: Counter) -> None:
+        accounts = counter.bank.accounts.items()
+        now = [(job, each.rest_bytes, each.least_bytes, each.wants_bytes) for job, each in accounts]
+        if now != self._planned_for:
+            self._planned_for = now
+            for job, caller in self._callers.items():
+                plan = self._plan(job)
+                if plan != caller.plan:
+                    caller.plan = plan
+                    with suppress(OSError):
+                        self._say(caller, {"plan": plan})
 
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}

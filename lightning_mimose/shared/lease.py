@@ -47,7 +47,7 @@ class Lease:
         self._broker, self._when_full = broker, when_full
         self._runner = Runner(job, device, weight) if own_generators else None
         self._rest_bytes = 0
-        self._at = self._reach = self._last = 0
+        self._reach = self._last = 0
         self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
@@ -58,6 +58,7 @@ class Lease:
             broker.join(job, weight)
         except ValueError as error:
             raise SharedBudgetError(f"{error} Give this one another name.") from error
+        self._place = broker.place(job)
         try:
             if self._runner is not None:
                 BATON.enter(self._runner)
@@ -133,7 +134,7 @@ class Lease:
         """Let another job run, if one waits and this one has had so many slices."""
         # On an accelerator what was launched runs on while another job launches.
         least = slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
-        if self._runner is not None and BATON.wanted and BATON.held_seconds >= least:
+        if self._runner is not None and BATON.queue and BATON.held_seconds >= least:
             BATON.give(self._runner)
             BATON.take(self._runner)
 
@@ -153,7 +154,7 @@ class Lease:
         verdict = self._broker.begin(self.job, route.claim, rest_bytes)
         if verdict.refused:
             return False
-        self._at, self._last = 0, len(route.claim) - 1
+        self._place.at, self._last = 0, len(route.claim) - 1
         self._reach = verdict.reach or self._wait()
         self._stepping = self._reach > 0
         if self._stepping:
@@ -167,15 +168,18 @@ class Lease:
             stretch: Its number; earlier ones than the present are left alone.
             wait: Whether this thread may wait here.
         """
-        stretch = min(stretch, self._last)
-        if not self._stepping or stretch <= self._at:
+        place = self._place
+        if not self._stepping or stretch <= place.at:
             return
-        self._at = stretch
-        while self._reach <= stretch and wait:
+        if stretch > self._last:
+            stretch = self._last
+        place.at = stretch
+        if place.wanted or self._reach <= stretch:
+            while self._reach <= stretch and wait:
+                self._broker.advance(self.job, stretch)
+                self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
             self._broker.advance(self.job, stretch)
-            self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
-        self._broker.advance(self.job, stretch)
-        if wait:
+        if BATON.queue and wait:
             self.turn(IN_STEP_SLICES)
 
     def all_ahead(self) -> None:

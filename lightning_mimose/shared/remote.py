@@ -52,6 +52,10 @@ class RemoteBroker:
         finally:
             link.close()
 
+    def place(self, job: str) -> Link:
+        """Where the job's steps are noted."""
+        return self._links[job]
+
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
         return Verdict(*self._links[job].request(op="settle", rest=rest_bytes, patient=patient))
@@ -63,7 +67,7 @@ class RemoteBroker:
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         link = self._links[job]
-        if link.begin_alone(rest_bytes):
+        if link.begin_alone(rest_bytes) or link.begin_kept(claim, rest_bytes):
             return Verdict(len(claim), self.budget_bytes)
         verdict = Verdict(*link.request(claim, op="begin", needs=list(claim.needs), rest=rest_bytes))
         if verdict.refused:
@@ -96,12 +100,14 @@ class RemoteBroker:
         link.needs_at_least(least_bytes)
         if link.alone:
             return self.budget_bytes
-        wish = (least_bytes, wants_bytes)
+        told, wants = self._wishes.get(job, (0, 0)), wants_bytes or self.budget_bytes
         plan = link.plan
-        if plan is None or self._wishes.get(job) != wish:
-            found = link.request(op="plan", least=least_bytes, wants=wants_bytes)
-            plan = link.plan = (int(found[0]), int(found[1]))
-            self._wishes[job] = wish
+        # Others plan for the largest of its batches: a smaller one has nothing to say, and what it may have is heard
+        # whenever it changes.
+        if plan is None or least_bytes > min(told[0], plan[0]) or wants > told[1]:
+            told = self._wishes[job] = (max(least_bytes, told[0]), max(wants, told[1]))
+            found = link.request(op="plan", least=told[0], wants=told[1])
+            plan = (int(found[0]), int(found[1]))
         return plan[0]
 
     def room_bytes(self, job: str) -> int:

@@ -27,6 +27,8 @@ class Tenancy:
     def __init__(self, lease: Lease, closes: bool, advisor: Advisor, session: Session) -> None:
         self._lease, self._closes = lease, closes
         self._advisor, self._session = advisor, session
+        self._on_cpu = lease.device.type == "cpu"
+        self._arrive = lease.arrive if self._on_cpu else self._arrive_on_accelerator  # called at every stop
         self._batch_bytes = 0
         self._backward = False
         self._again: tuple[Step, int] | None = None
@@ -89,9 +91,9 @@ class Tenancy:
         route: Route = view.routes[key]
         return route
 
-    def _arrive(self, stretch: int) -> None:
+    def _arrive_on_accelerator(self, stretch: int) -> None:
         # In backward an accelerator's one thread serves all jobs: it must not wait for any of them.
-        self._lease.arrive(stretch, wait=self._lease.device.type == "cpu" or not self._backward)
+        self._lease.arrive(stretch, wait=not self._backward)
 
     def again(self, step: Step, rest_bytes: int) -> None:
         """A step that failed is to run again: from the start, with all the room there is.
@@ -113,7 +115,7 @@ class Tenancy:
     def begin_backward(self) -> None:
         """Forward is done."""
         self._backward = True
-        if self._lease.device.type != "cpu":
+        if not self._on_cpu:
             self._lease.all_ahead()
 
     def update(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 import traceback
 
 import pytest
@@ -17,16 +16,6 @@ from lightning_mimose.shared.wire import Meeting
 from tests.helpers.sharing import block, loss, train
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def name():
-    name = f"fork-{os.getpid()}-{time.monotonic_ns()}"
-    yield name
-    until = time.monotonic() + 15
-    while Meeting(name).folder.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not Meeting(name).folder.exists()
 
 
 def in_child(call):

@@ -21,46 +21,9 @@ from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.remote import RemoteBroker
 from lightning_mimose.shared.wire import Meeting
 from tests.helpers import sharing
+from tests.helpers.processes import broker, kill_coordinator, settled, soon
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def name(monkeypatch, tmp_path_factory):
-    """A name of the test's own; afterwards no coordinator, socket or file of it may be left."""
-    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    yield name
-    meeting = Meeting(name)
-    until = time.monotonic() + 15
-    while meeting.folder.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not meeting.folder.exists()
-
-
-def broker(name, budget=1000, device="cpu"):
-    return RemoteBroker(Meeting(name), budget, device)
-
-
-def kill_coordinator(name, killed=()):
-    """Kill it, and return its process id."""
-    soon(lambda: Meeting(name).lock.read_text().strip() not in ("", *map(str, killed)))
-    pid = int(Meeting(name).lock.read_text())
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
-def settled(broker, **rests):
-    for job, rest in rests.items():
-        broker.join(job, 1.0)
-        verdict = broker.settle(job, rest)
-        assert verdict.reach or broker.wait(job)
-
-
-def soon(condition):
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.distributed
