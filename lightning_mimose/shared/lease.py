@@ -31,6 +31,9 @@ class Lease:
         weight: Its weight.
         own_generators: Whether jobs of this process take turns, each with its own random generators.
         when_full: What to do where all jobs do not fit beside each other: wait until one leaves, or raise.
+
+    Attributes:
+        parts: What each of the job's models holds between its steps, in bytes; one that trains no more is taken out.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Lease:
         self._broker, self._when_full = broker, when_full
         self._runner = Runner(job, device, weight) if own_generators else None
         self._rest_bytes = 0
+        self.parts: dict[object, int] = {}
         self._reach = self._last = 0
         self._stepping = False
         self._closing = threading.Lock()
@@ -129,6 +133,10 @@ class Lease:
     def room_bytes(self) -> int:
         """What a step may take at most, while the others are at rest."""
         return self._broker.room_bytes(self.job)
+
+    def aside(self, part: object) -> int:
+        """What the job's other models hold between their steps, in bytes."""
+        return sum(tuple(self.parts.values())) - self.parts.get(part, 0)
 
     def turn(self, slices: int = 1) -> None:
         """Let another job run, if one waits and this one has had so many slices."""

@@ -282,6 +282,44 @@ def test_two_trainings_that_are_open_in_one_thread_are_refused_instead_of_waitin
         second.step(torch.randn(8, 32))
 
 
+def test_all_models_of_a_job_count_and_each_plans_with_what_the_others_leave():
+    shared = SharedBudget("100MB")
+    models = [torch.nn.Sequential(*(block() for _ in range(depth))) for depth in (2, 6)]
+    with shared.job("both") as job:
+        lease, _ = job.open(torch.device("cpu"))
+        trainings = [
+            Mimose(model, budget=shared, loss_fn=loss, optimizer=torch.optim.Adam(model.parameters()))
+            for model in models
+        ]
+        small, large = (
+            4 * sum(p.nbytes for p in model.parameters()) for model in models
+        )  # with gradients, two moments
+        assert lease._rest_bytes == pytest.approx(small + large, rel=0.01)
+        for _ in range(12):
+            for mimose in trainings:
+                mimose.step(torch.randn(8, 32))
+        assert trainings[0].records[-1].budget_bytes == pytest.approx(10**8 - large, abs=10_000)
+        assert trainings[1].records[-1].budget_bytes == pytest.approx(10**8 - small, abs=10_000)
+        _, held = shared.report().stacked()[-1]
+        assert held["both"] >= small + large
+        trainings[1].close()
+        trainings[0].step(torch.randn(8, 32))
+        assert trainings[0].records[-1].budget_bytes == 10**8
+        trainings[0].close()
+
+
+def test_models_of_a_job_that_do_not_fit_together_are_refused():
+    shared = SharedBudget(400_000)
+    with shared.job():
+        models = [
+            torch.nn.Sequential(*(block() for _ in range(4))) for _ in range(3)
+        ]  # 134 kB each, with gradients twice
+        with Mimose(models[0], budget=shared, loss_fn=loss), pytest.raises(BudgetInfeasibleError):
+            Mimose(models[1], budget=shared, loss_fn=loss)
+        with Mimose(models[2], budget=shared, loss_fn=loss) as mimose:
+            mimose.step(torch.randn(8, 32))
+
+
 def test_a_training_that_is_refused_as_it_begins_holds_nothing_and_its_error_may_be_kept():
     shared = SharedBudget("100MB")
     with pytest.raises(UnitsError) as kept:
