@@ -26,7 +26,7 @@ class Dropped:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._closing: deque[Callable[[], None]] = deque()
+        self._closing: deque[Callable[[], object]] = deque()
         self._news: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -38,7 +38,7 @@ class Dropped:
                 self._thread = threading.Thread(target=self._run, name="mimose-dropped", daemon=True)
                 self._thread.start()
 
-    def note(self, close: Callable[[], None]) -> None:
+    def note(self, close: Callable[[], object]) -> None:
         """Have something closed soon. May be called anywhere: it takes no lock, and both queues are reentrant."""
         self._closing.append(close)
         self._news.put(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from lightning_mimose.actions.session import Session
@@ -33,7 +34,7 @@ class Tenancy:
         self._backward = False
         self._again: tuple[Step, int] | None = None
         self._part = object()
-        self.close = lease.close if closes else partial(lease.parts.pop, self._part, None)
+        self.close: Callable[[], object] = lease.close if closes else partial(lease.parts.pop, self._part, None)
         self.drop = partial(DROPPED.note, self.close)
         """To be called where garbage is collected, in place of `close`."""
 
