@@ -33,6 +33,7 @@ class Lease:
         when_full: What to do where all jobs do not fit beside each other: wait until one leaves, or raise.
 
     Attributes:
+        rest_bytes: What the job holds between its steps, as it said last.
         parts: What each of the job's models holds between its steps, in bytes; one that trains no more is taken out.
     """
 
@@ -49,7 +50,7 @@ class Lease:
         self.job, self.device = job, device
         self._broker, self._when_full = broker, when_full
         self._runner = Runner(job, device, weight) if own_generators else None
-        self._rest_bytes = 0
+        self.rest_bytes = 0
         self.parts: dict[object, int] = {}
         self._reach = self._last = 0
         self._stepping = False
@@ -124,7 +125,7 @@ class Lease:
             if verdict.full:
                 verdict = self._broker.settle(self.job, rest_bytes, patient=True)
             granted = verdict.reach or self._wait()
-        self._rest_bytes = rest_bytes
+        self.rest_bytes = rest_bytes
 
     def plan_bytes(self, least_bytes: int = 0, wants_bytes: int = 0) -> int:
         """What the next step may be planned with; see `Counter.plan_bytes`."""
@@ -166,7 +167,7 @@ class Lease:
         self._reach = verdict.reach or self._wait()
         self._stepping = self._reach > 0
         if self._stepping:
-            self._rest_bytes = rest_bytes
+            self.rest_bytes = rest_bytes
         return self._stepping
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:

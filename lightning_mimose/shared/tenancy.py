@@ -91,6 +91,16 @@ class Tenancy:
         self._session.stops = Stops(route, self._arrive) if route.places else None
         return True
 
+    def begin_evaluation(self, peak_bytes: int | None) -> None:
+        """Wait until an evaluation batch may run; `end` ends it.
+
+        Args:
+            peak_bytes: What it takes, resident memory included; None where that is not known: it claims all.
+        """
+        claim = None if peak_bytes is None else peak_bytes + self._aside
+        while claim is None or not self._lease.begin(Route.whole(claim), min(self._lease.rest_bytes, claim)):
+            claim = self._lease.room_bytes()
+
     def _route(self, step: Step) -> Route:
         allowed, aside, session = self._advisor.budget_bytes, self._aside, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once

@@ -294,7 +294,7 @@ def test_all_models_of_a_job_count_and_each_plans_with_what_the_others_leave():
         small, large = (
             4 * sum(p.nbytes for p in model.parameters()) for model in models
         )  # with gradients, two moments
-        assert lease._rest_bytes == pytest.approx(small + large, rel=0.01)
+        assert lease.rest_bytes == pytest.approx(small + large, rel=0.01)
         for _ in range(12):
             for mimose in trainings:
                 mimose.step(torch.randn(8, 32))
