@@ -129,7 +129,7 @@ class Engine:
         if shared is not None:
             self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
             self._refuser.beside = self.tenancy.beside
-            weakref.finalize(self, self.tenancy.close)
+            weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         self._consensus = Consensus(self.advisor, self._refuser, self.session, self._attachment)

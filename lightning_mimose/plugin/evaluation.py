@@ -1,4 +1,4 @@
-"""Peaks of validation: outside the budget's promise, reported separately."""
+"""Peaks of validation: outside the budget's promise, reported separately; claimed where others share the budget."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 from lightning_mimose.engine import Engine
 from lightning_mimose.measure.meter import Meter, make_meter
 from lightning_mimose.measure.resident import batch_bytes
+from lightning_mimose.shared.tenancy import Tenancy
 
 
 class EvaluationMeter:
-    """Measures evaluation batches: all where it is free, the first of every run on CPU.
+    """Measures evaluation batches: all where it is free, on CPU the first of every run.
+
+    In a shared budget a batch claims the most that any took, and one larger than all before all there is; that one is
+    measured, too.
 
     Attributes:
         peaks: Stage -> largest peak in bytes, resident ones included.
@@ -20,15 +24,27 @@ class EvaluationMeter:
         self.peaks: dict[str, int] = {}
         self._meter: Meter | None = None
         self._stage = ""
-        self._resident_bytes = 0
+        self._resident_bytes = self._batch_bytes = 0
+        self._known: dict[str, tuple[int, int]] = {}
+        """Stage -> the largest batch that was measured, and the most that any took beyond what was there, in bytes."""
+        self._tenancy: Tenancy | None = None
 
     def begin(self, engine: Engine, batch: Any, batch_idx: int, stage: str) -> None:
         """Start measuring a batch."""
-        if engine.device.type == "cpu" and batch_idx:
+        measured = engine.device.type != "cpu" or not batch_idx
+        self._tenancy = engine.tenancy
+        if not measured and self._tenancy is None:
             return
-        self._stage = stage
+        self._stage, self._batch_bytes = stage, batch_bytes(batch)
         engine.ledger.count_gradients()
-        self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + batch_bytes(batch)
+        self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + self._batch_bytes
+        if self._tenancy is not None:
+            largest, took = self._known.get(stage, (-1, 0))
+            fresh = self._batch_bytes > largest
+            self._tenancy.begin_evaluation(None if fresh else self._resident_bytes + took)
+            measured = measured or fresh
+        if not measured:
+            return
         self._meter = make_meter(engine.device, profile=engine.profile)
         self._meter.start()
 
@@ -36,5 +52,10 @@ class EvaluationMeter:
         """Stop measuring, if a batch was being measured."""
         if self._meter is not None:
             intervals, self._meter = self._meter.stop(), None
-            peak = self._resident_bytes + max((i.peak_bytes for i in intervals), default=0)
-            self.peaks[self._stage] = max(peak, self.peaks.get(self._stage, 0))
+            took = max((i.peak_bytes for i in intervals), default=0)
+            self.peaks[self._stage] = max(self._resident_bytes + took, self.peaks.get(self._stage, 0))
+            largest, most = self._known.get(self._stage, (0, 0))
+            self._known[self._stage] = max(largest, self._batch_bytes), max(most, took)
+        if self._tenancy is not None:
+            self._tenancy.end()
+            self._tenancy = None

@@ -188,6 +188,44 @@ class Bank:
         account = self.accounts[job]
         account.at = max(account.at, min(at, account.reach - 1))
 
+    def covers(self, job: str, claim: Claim, rest_bytes: int) -> bool:
+        """Whether a step could run on what the job was granted for an earlier one, and still has all of."""
+        account = self.accounts[job]
+        had = account.claim
+        fits = had is not None and claim.peak_bytes <= had.peak_bytes and rest_bytes <= account.rest_bytes
+        return fits and self.has_whole_step(job)
+
+    def has_whole_step(self, job: str) -> bool:
+        """Whether a job was granted all of its step, and nothing of that was counted as given back."""
+        account = self.accounts[job]
+        return account.claim is not None and account.at == 0 and account.reach == len(account.claim)
+
+    def replace(self, job: str, claim: Claim, now: float) -> None:
+        """Another step of a job has begun on what it was granted for an earlier one.
+
+        Raises:
+            ValueError: It needs more than that one did.
+        """
+        account = self.accounts[job]
+        if not self.covers(job, claim, account.rest_bytes):
+            raise ValueError(f"{job!r} was not granted {claim.peak_bytes} bytes")
+        self.count(job, now, charged=True)
+        self._clock.serve(job)
+        account.claim, account.reach = claim, len(claim)
+
+    def count(self, job: str, now: float, *, charged: bool) -> None:
+        """Count the time of a job's step anew from here.
+
+        Args:
+            job: The job.
+            now: The time in seconds.
+            charged: Whether its time until now is charged; not if nobody waited, for then it was at nobody's cost.
+        """
+        account = self.accounts[job]
+        if charged and account.claim is not None:
+            self._clock.charge(job, now - account.began)
+        account.began = now
+
     def end(self, job: str, now: float) -> None:
         """A step is over, or given up."""
         account = self.accounts[job]

@@ -21,6 +21,7 @@ import torch
 
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.fair import FairClock
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.generators import Generators
 
 log = logging.getLogger(__name__)
@@ -51,20 +52,23 @@ class Runner:
 
 
 class Baton:
-    """Passes from job to job, fairly by weight."""
+    """Passes from job to job, fairly by weight.
+
+    Attributes:
+        queue: The jobs that wait for their turn.
+    """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all jobs."""
         self._changed = threading.Condition()
         self._clock = FairClock()
         self._owner: Runner | None = None
         self._latest: Runner | None = None
-        self._queue: list[Runner] = []
+        self.queue: list[Runner] = []
         self._taken_at = 0.0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether another job waits for its turn."""
-        return bool(self._queue)
 
     @property
     def held_seconds(self) -> float:
@@ -92,12 +96,12 @@ class Baton:
             if self._owner is None:
                 self._own(runner)
             else:
-                self._queue.append(runner)
+                self.queue.append(runner)
                 try:
                     self._wait(runner)
                 except BaseException:
-                    if runner in self._queue:
-                        self._queue.remove(runner)
+                    if runner in self.queue:
+                        self.queue.remove(runner)
                     if self._owner is runner:
                         self._pass_on()
                     raise
@@ -118,8 +122,8 @@ class Baton:
     def leave(self, runner: Runner) -> None:
         """A job is over."""
         with self._changed:
-            if runner in self._queue:
-                self._queue.remove(runner)
+            if runner in self.queue:
+                self.queue.remove(runner)
             if self._owner is runner:
                 self._pass_on()
             if self._latest is runner:
@@ -134,9 +138,9 @@ class Baton:
         assert self._owner is not None
         self._clock.charge(_key(self._owner), self.held_seconds)
         self._owner = None
-        if self._queue:
-            following = min(self._queue, key=lambda waiting: self._clock.tag(_key(waiting)))
-            self._queue.remove(following)
+        if self.queue:
+            following = min(self.queue, key=lambda waiting: self._clock.tag(_key(waiting)))
+            self.queue.remove(following)
             self._own(following)
             self._changed.notify_all()
 
@@ -165,3 +169,4 @@ def _key(runner: Runner) -> str:
 
 BATON = Baton()
 """One for the process, as the generators are."""
+in_child(BATON.reset)

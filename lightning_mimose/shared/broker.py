@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_mimose.shared.bank import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
+
+
+class Place(Protocol):
+    """Where a job's step is; the job writes it at every stop, and asks nobody.
+
+    Attributes:
+        at: The stretch that it is in.
+        wanted: Whether another job waits, so that `Broker.advance` has to be told.
+    """
+
+    at: int
+    wanted: bool
 
 
 class Broker(Protocol):
@@ -26,6 +39,9 @@ class Broker(Protocol):
 
     def leave(self, job: str) -> None:
         """Close it; may be called twice."""
+
+    def place(self, job: str) -> Place:
+        """Where the job's steps are noted."""
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
@@ -64,6 +80,12 @@ class Broker(Protocol):
         """The ledger, as plain data."""
 
 
+@dataclass
+class _Stretch:
+    at: int = 0
+    wanted: bool = False
+
+
 class LocalBroker:
     """For jobs in the threads of one process.
 
@@ -77,18 +99,26 @@ class LocalBroker:
         self.budget_bytes = budget_bytes
         self._counter = Counter(budget_bytes)
         self._changed = threading.Condition()
-        self._places: dict[str, int] = {}
-        """Job -> the stretch that its step is in; the counter is told when somebody wants to know."""
+        self._places: dict[str, _Stretch] = {}
+        """Of each job; the counter is told where they are when somebody wants to know."""
+        self._kept: set[str] = set()
+        """Jobs whose step has ended; the counter is told, too, when somebody wants to know."""
 
     def join(self, job: str, weight: float) -> None:
         """Open an account."""
         with self._changed:
             self._counter.join(job, weight)
+            self._places[job] = _Stretch()
+
+    def place(self, job: str) -> Place:
+        """Where the job's steps are noted."""
+        return self._places[job]
 
     def leave(self, job: str) -> None:
         """Close it."""
         with self._changed:
             self._places.pop(job, None)
+            self._kept.discard(job)
             self._counter.leave(job)
             self._tell()
 
@@ -104,20 +134,30 @@ class LocalBroker:
         """Ask for all the room there is."""
         with self._changed:
             self._catch_up()
-            return self._counter.build(job)
+            verdict = self._counter.build(job)
+            self._tell()
+            return verdict
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         with self._changed:
+            self._places[job].at = 0
+            if job in self._kept and self._counter.bank.covers(job, claim, rest_bytes):
+                self._kept.discard(job)
+                self._counter.replace(job, claim)
+                return Verdict(len(claim), self.budget_bytes)
             self._catch_up()
-            self._places[job] = 0
-            return self._counter.begin(job, claim, rest_bytes)
+            verdict = self._counter.begin(job, claim, rest_bytes)
+            self._tell()
+            return verdict
 
     def ask(self, job: str) -> Verdict:
         """Ask for more of it."""
         with self._changed:
             self._catch_up()
-            return self._counter.ask(job)
+            verdict = self._counter.ask(job)
+            self._tell()
+            return verdict
 
     def wait(self, job: str) -> int:
         """Wait for what was asked for."""
@@ -127,15 +167,21 @@ class LocalBroker:
 
     def advance(self, job: str, at: int) -> None:
         """The step has come to a boundary."""
-        self._places[job] = at
-        if self._counter.bank.waiting:
-            with self._changed:
-                self._catch_up()
+        with self._changed:
+            self._places[job].at = at
+            self._catch_up()
+            self._tell()
 
     def end(self, job: str) -> None:
         """The step is over."""
         with self._changed:
-            self._places.pop(job, None)
+            place = self._places.get(job)
+            if place is not None:
+                place.at = 0
+                if not place.wanted and self._counter.bank.has_whole_step(job):
+                    self._counter.count(job, charged=True)
+                    self._kept.add(job)
+                    return
             self._counter.end(job)
             self._tell()
 
@@ -162,13 +208,21 @@ class LocalBroker:
     def history(self) -> dict[str, Any]:
         """The ledger, as plain data."""
         with self._changed:
+            self._catch_up()
+            self._tell()
             return self._counter.ledger.to_dict()
 
     def _catch_up(self) -> None:
-        for job, at in self._places.items():
-            self._counter.advance(job, at)
-        self._tell()
+        while self._kept:
+            job = self._kept.pop()
+            self._counter.count(job, charged=False)
+            self._counter.end(job)
+        for job, place in self._places.items():
+            self._counter.advance(job, place.at)
 
     def _tell(self) -> None:
+        waits = bool(self._counter.bank.waiting)
+        for place in self._places.values():
+            place.wanted = waits
         if self._counter.answers:
             self._changed.notify_all()

@@ -15,6 +15,7 @@ import torch
 from lightning_mimose.budget import device_memory, parse_budget
 from lightning_mimose.errors import MimoseError, SharedBudgetError, UnsupportedError
 from lightning_mimose.shared.broker import Broker, LocalBroker
+from lightning_mimose.shared.dropped import DROPPED
 from lightning_mimose.shared.lease import Lease
 
 if TYPE_CHECKING:
@@ -79,15 +80,13 @@ class SharedBudget:
         self._broker: Broker | None = None
         self._lock = threading.Lock()
         self._here = threading.local()
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.budget!r})"
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "A SharedBudget of one process cannot be sent to another one. Several processes share one by name: "
-            'SharedBudget.connect("name", "16GB") in each of them.'
-        )
+        raise self._of_another_process()
 
     @classmethod
     def connect(
@@ -189,7 +188,9 @@ class SharedBudget:
 
         The lease is that of the `job` around it, if there is one in this thread.
         """
-        around: Lease | None = getattr(self._here, "lease", None)
+        DROPPED.watch()
+        DROPPED.close()  # this thread may have dropped one just now, whose turn would still last
+        around = self._around()
         broker = self._broker_on(device)
         if around is not None:
             return around, False
@@ -205,7 +206,7 @@ class SharedBudget:
 
     def enter(self, name: str | None, weight: float, resident_bytes: int | None) -> Lease:
         """Begin a job in this thread."""
-        if getattr(self._here, "lease", None) is not None:
+        if self._around() is not None:
             raise SharedBudgetError("This thread is inside a job of this SharedBudget already. Leave that one first.")
         lease, _ = self.open(self._usual_device(), name, weight)
         try:
@@ -225,6 +226,22 @@ class SharedBudget:
         self._here.lease = None
         lease.close()
 
+    def _around(self) -> Lease | None:
+        """The lease of the `job` around, in this thread; not if that was entered before this process was forked."""
+        lease: Lease | None = getattr(self._here, "lease", None)
+        return None if lease is None or lease.is_the_parents else lease
+
+    @staticmethod
+    def _of_another_process() -> UnsupportedError:
+        return UnsupportedError(
+            "A SharedBudget of one process cannot be used in another one. Several processes share one by name: "
+            'SharedBudget.connect("name", "16GB") in each of them.'
+        )
+
+    def _forked(self) -> None:
+        """This process was forked from the one in which the budget was made."""
+        raise self._of_another_process()
+
     def _usual_device(self) -> torch.device:
         if self._device is None:
             return (
@@ -236,6 +253,8 @@ class SharedBudget:
         return device_memory(self._usual_device())
 
     def _broker_on(self, device: torch.device) -> Broker:
+        if self._process != os.getpid():
+            self._forked()
         with self._lock:
             if self._broker is None:
                 self._broker = self._make_broker(device)
@@ -273,6 +292,9 @@ class _Connected(SharedBudget):
         budget = None if self.joins else self.budget
         keywords = {"own_generators": self._own_generators, "when_full": self._when_full, "device": self._device}
         return _connect_again, (self.meeting.name, budget, keywords)
+
+    def _forked(self) -> None:
+        self._process, self._lock, self._broker = os.getpid(), threading.Lock(), None
 
     def _make_broker(self, device: torch.device) -> Broker:
         from lightning_mimose.shared.remote import RemoteBroker

@@ -5,7 +5,8 @@ and its death is nobody's else. Whoever finds none starts one; it ends when its 
 lease: when it breaks, all that its job held is free.
 
 If it dies, the first job that notices starts another one. That grants nothing before every job that is alive, which
-their locked files tell, has come back and said what it holds.
+their locked files tell, has come back and said what it holds. Those say what the budget is, too: a newcomer is heard
+when one of them has come back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from .bank import Verdict
 from .claim import Claim
 from .counter import Counter
+from .ledger import Ledger
 from .wire import VERSION, Lines, Meeting, encode, is_locked, lock_file, peer_uid
 
 LINGER_SECONDS = 1.0
@@ -39,7 +41,9 @@ class Caller:
         self.alone = False
         """Whether it was told that nobody else is there: it then holds the whole budget, and asks for nothing."""
         self.wanted = False
-        """Whether it was told that somebody waits, so that it says what it gives back within a step."""
+        """Whether it was told that somebody waits, so that it says what it gives back."""
+        self.plan: list[int] = []
+        """What it was told last that it may plan with."""
         self.standing = False
         """Whether it still does: what it was told is recalled, and it has not given it back yet."""
         self.grant = 0
@@ -65,6 +69,9 @@ class Coordinator:
         self._missing = {path for path in meeting.jobs.glob("*") if is_locked(path)}
         """Files of jobs that an earlier coordinator served, and that have not come back yet."""
         self._asked_early: list[tuple[Caller, dict[str, Any]]] = []
+        """What cannot be answered before they have."""
+        self._planned_for: list[tuple[Any, ...]] = []
+        """What everybody has and wants, as of the last time that plans were told."""
 
     def run(self) -> None:
         """Serve until there has been no job for a while."""
@@ -142,19 +149,36 @@ class Coordinator:
 
     def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
         op = message["op"]
-        if caller.job is None and op in ("peek", "history"):
-            if self._agreed(caller, message):
-                counter = self._counter
-                assert counter is not None
-                peek = {"budget": counter.bank.budget_bytes}
-                self._say(caller, peek if op == "peek" else {"history": counter.ledger.to_dict()})
-        elif caller.job is None:
-            self._welcome(caller, message)
-        elif self._missing and op not in ("advance", "end", "back"):
+        if caller.job is None:
+            self._greet(caller, op, message)
+        elif self._missing and op not in ("advance", "end", "still", "back"):
             self._asked_early.append((caller, message))
         else:
             self._serve(caller, caller.job, message)
         self._tell()
+
+    def _greet(self, caller: Caller, op: str, message: dict[str, Any]) -> None:
+        """The first that a caller says: a job's hello, or a question by somebody who does not stay."""
+        state = message.get("state")
+        if op not in ("peek", "history"):
+            self._missing.discard(self._meeting.file_of(str(message["job"])))
+        if self._counter is None and self._missing:
+            if op == "history":  # who leaves asks for it, and may be the one that is missing
+                self._say(caller, {"history": Ledger().to_dict()})
+                return
+            if state is None:  # nobody who was there has said yet what the budget is
+                self._asked_early.append((caller, message))
+                self._say(caller, {"later": True})
+                return
+        if self._agreed(caller, message):
+            counter = self._counter
+            assert counter is not None
+            if op == "peek":
+                self._say(caller, {"budget": counter.bank.budget_bytes})
+            elif op == "history":
+                self._say(caller, {"history": counter.ledger.to_dict()})
+            else:
+                self._welcome(caller, message, counter)
 
     def _agreed(self, caller: Caller, message: dict[str, Any]) -> bool:
         """Whether somebody means the same budget; says so if not. Nobody is bound by what earlier jobs had."""
@@ -162,14 +186,11 @@ class Coordinator:
         if message.get("version") != VERSION:
             self._say(caller, {"error": "version", "text": str(VERSION)})
             return False
-        if budget is not None and not self._callers and not self._missing:
+        if budget is not None and not self._callers and (not self._missing or self._counter is None):
             same = self._counter is not None and self._counter.bank.budget_bytes == int(budget)
             self._counter = self._counter if same else Counter(int(budget))
             self._device = device
         counter = self._counter
-        if counter is None and budget is not None:  # its predecessor's jobs have not come back yet
-            counter, self._device = Counter(int(budget)), device
-            self._counter = counter
         if counter is None:
             self._say(caller, {"error": "unknown"})
             return False
@@ -181,18 +202,13 @@ class Coordinator:
             return False
         return True
 
-    def _welcome(self, caller: Caller, message: dict[str, Any]) -> None:
+    def _welcome(self, caller: Caller, message: dict[str, Any], counter: Counter) -> None:
         job = str(message["job"])
-        if not self._agreed(caller, message):
-            return
-        counter = self._counter
-        assert counter is not None
         if job in self._callers:
             self._say(caller, {"error": "name"})
             return
         counter.join(job, float(message["weight"]))
         caller.job, self._callers[job] = job, caller
-        self._missing.discard(self._meeting.file_of(job))
         state = message.get("state")
         if state is not None:
             claim = Claim.of([int(need) for need in state["needs"]]) if state["needs"] else None
@@ -203,9 +219,11 @@ class Coordinator:
         counter, op = self._counter, message["op"]
         assert counter is not None
         if caller.standing and op in ("begin", "build", "settle"):
-            caller.standing = caller.alone = False
-            counter.end(job)  # it has not heard yet that it need not ask, or holds something else from now on
+            caller.standing = caller.alone = False  # it has not heard yet, or holds something else from now on
+            self._end(caller, job)
             self._say(caller, {"alone": False, "grant": caller.grant})
+        if op in ("begin", "build") and counter.bank.accounts[job].claim is not None:
+            self._end(caller, job)  # of an earlier step, that it kept
         if op == "back":
             if caller.standing and message["grant"] == caller.grant:
                 caller.standing = False
@@ -213,13 +231,15 @@ class Coordinator:
         elif op == "begin":
             claim = Claim.of([int(need) for need in message["needs"]])
             verdict = counter.begin(job, claim, int(message["rest"]))
-            self._verdict(caller, message, verdict, plan=self._plan(job))
+            self._verdict(caller, message, verdict)
         elif op == "ask":
             self._verdict(caller, message, counter.ask(job))
         elif op == "advance":
             counter.advance(job, int(message["at"]))
+        elif op == "still":
+            counter.replace(job, Claim.of([int(need) for need in message["needs"]]))
         elif op == "end":
-            counter.end(job)
+            self._end(caller, job)
         elif op == "settle":
             self._verdict(caller, message, counter.settle(job, int(message["rest"]), patient=bool(message["patient"])))
         elif op == "build":
@@ -227,19 +247,25 @@ class Coordinator:
         elif op == "plan":
             least, wants = int(message["least"]), int(message["wants"])
             counter.wish(job, least, wants)
-            self._say(caller, {"n": message["n"], "answer": self._plan(job)})
+            caller.plan = self._plan(job)
+            self._say(caller, {"n": message["n"], "answer": caller.plan})
         elif op == "others":
             self._say(caller, {"n": message["n"], "answer": counter.others(job)})
         else:
             raise ValueError(f"there is no {op!r}")
 
+    def _end(self, caller: Caller, job: str) -> None:
+        assert self._counter is not None
+        self._counter.count(job, charged=caller.wanted)
+        self._counter.end(job)
+
     def _plan(self, job: str) -> list[int]:
         assert self._counter is not None
         return [self._counter.plan_bytes(job, together=True), self._counter.bank.room_bytes(job)]
 
-    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict, **more: Any) -> None:
+    def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict) -> None:
         answer = [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]
-        self._say(caller, {"n": message["n"], "answer": answer, **more})
+        self._say(caller, {"n": message["n"], "answer": answer})
 
     def _tell(self) -> None:
         """Say what has changed for others meanwhile."""
@@ -254,9 +280,11 @@ class Coordinator:
                     self._say(caller, {"granted": reach})
         waiting = counter.bank.waiting
         for job, caller in self._callers.items():
-            wanted = bool(waiting) and waiting != (job,)
+            keeps = counter.alone(job) and not caller.standing and counter.bank.accounts[job].claim is not None
+            wanted = keeps or (bool(waiting) and waiting != (job,))
             if wanted != caller.wanted:
                 caller.wanted = wanted
+                counter.count(job, charged=not wanted)
                 with suppress(OSError):
                     self._say(caller, {"wanted": wanted})
             if caller.alone and not counter.alone(job):
@@ -269,17 +297,32 @@ class Coordinator:
                 with suppress(OSError):
                     self._say(caller, {"alone": True, "grant": caller.grant})
 
+        self._tell_plans(counter)
+
+    def _tell_plans(self, counter: Counter) -> None:
+        accounts = counter.bank.accounts.items()
+        now = [(job, each.rest_bytes, each.least_bytes, each.wants_bytes) for job, each in accounts]
+        if now != self._planned_for:
+            self._planned_for = now
+            for job, caller in self._callers.items():
+                plan = self._plan(job)
+                if plan != caller.plan:
+                    caller.plan = plan
+                    with suppress(OSError):
+                        self._say(caller, {"plan": plan})
+
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}
-        if not self._missing:
-            waiting, self._asked_early = self._asked_early, []
-            for caller, message in waiting:
-                if caller.job is not None and self._callers.get(caller.job) is caller:
-                    try:
-                        self._serve(caller, caller.job, message)
-                    except Exception as error:
-                        self._shut_out(caller, error)
-            self._tell()
+        if self._missing and self._counter is None:
+            return
+        asked, self._asked_early = self._asked_early, []
+        for caller, message in asked:
+            if caller.connection.fileno() >= 0:  # it may have broken off meanwhile
+                try:
+                    self._heard(caller, message)
+                except Exception as error:
+                    self._shut_out(caller, error)
+        self._tell()
 
 
 def main(name: str, base: str) -> None:

@@ -66,6 +66,15 @@ class Counter:
             self._note(time.time())
             self._serve()
 
+    def replace(self, job: str, claim: Claim) -> None:
+        """See `Bank.replace`."""
+        self.bank.replace(job, claim, time.time())
+        self._serve()
+
+    def count(self, job: str, *, charged: bool) -> None:
+        """See `Bank.count`."""
+        self.bank.count(job, time.time(), charged=charged)
+
     def end(self, job: str) -> None:
         """See `Bank.end`."""
         now = time.time()
@@ -114,6 +123,7 @@ class Counter:
         """A job gives back what `give_all` gave it; what it holds at rest, and needs at least, may have grown."""
         account = self.bank.accounts[job]
         account.rest_bytes, account.least_bytes = rest_bytes, max(least_bytes, account.least_bytes)
+        self.count(job, charged=False)  # or newcomers would be served first for as long as it was alone
         self.end(job)
 
     def others(self, job: str) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Literal
+from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 
@@ -11,6 +13,7 @@ from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.baton import BATON, SLICE_SECONDS, Runner
 from lightning_mimose.shared.broker import Broker
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.refusals import no_room_error
 from lightning_mimose.shared.stops import Route
 
@@ -28,6 +31,10 @@ class Lease:
         weight: Its weight.
         own_generators: Whether jobs of this process take turns, each with its own random generators.
         when_full: What to do where all jobs do not fit beside each other: wait until one leaves, or raise.
+
+    Attributes:
+        rest_bytes: What the job holds between its steps, as it said last.
+        parts: What each of the job's models holds between its steps, in bytes; one that trains no more is taken out.
     """
 
     def __init__(
@@ -43,15 +50,20 @@ class Lease:
         self.job, self.device = job, device
         self._broker, self._when_full = broker, when_full
         self._runner = Runner(job, device, weight) if own_generators else None
-        self._rest_bytes = 0
-        self._at = self._reach = self._last = 0
+        self.rest_bytes = 0
+        self.parts: dict[object, int] = {}
+        self._reach = self._last = 0
         self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
+        self.is_the_parents = False
+        """Whether it came along when this process was forked, and so is none of this process."""
+        _leases.add(self)
         try:
             broker.join(job, weight)
         except ValueError as error:
             raise SharedBudgetError(f"{error} Give this one another name.") from error
+        self._place = broker.place(job)
         try:
             if self._runner is not None:
                 BATON.enter(self._runner)
@@ -81,6 +93,13 @@ class Lease:
             if self._runner is not None:
                 BATON.leave(self._runner)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: never touch what the parent goes on with."""
+        self.is_the_parents = self._closed = True
+        self._closing = threading.Lock()
+        self._stepping, self._runner = False, None
+        self._broker = cast("Broker", _Elsewhere(self.job))
+
     # --- between steps ----------------------------------------------------------------------------------------
 
     def build(self) -> None:
@@ -106,7 +125,7 @@ class Lease:
             if verdict.full:
                 verdict = self._broker.settle(self.job, rest_bytes, patient=True)
             granted = verdict.reach or self._wait()
-        self._rest_bytes = rest_bytes
+        self.rest_bytes = rest_bytes
 
     def plan_bytes(self, least_bytes: int = 0, wants_bytes: int = 0) -> int:
         """What the next step may be planned with; see `Counter.plan_bytes`."""
@@ -116,11 +135,15 @@ class Lease:
         """What a step may take at most, while the others are at rest."""
         return self._broker.room_bytes(self.job)
 
+    def aside(self, part: object) -> int:
+        """What the job's other models hold between their steps, in bytes."""
+        return sum(tuple(self.parts.values())) - self.parts.get(part, 0)
+
     def turn(self, slices: int = 1) -> None:
         """Let another job run, if one waits and this one has had so many slices."""
         # On an accelerator what was launched runs on while another job launches.
         least = slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
-        if self._runner is not None and BATON.wanted and BATON.held_seconds >= least:
+        if self._runner is not None and BATON.queue and BATON.held_seconds >= least:
             BATON.give(self._runner)
             BATON.take(self._runner)
 
@@ -140,11 +163,11 @@ class Lease:
         verdict = self._broker.begin(self.job, route.claim, rest_bytes)
         if verdict.refused:
             return False
-        self._at, self._last = 0, len(route.claim) - 1
+        self._place.at, self._last = 0, len(route.claim) - 1
         self._reach = verdict.reach or self._wait()
         self._stepping = self._reach > 0
         if self._stepping:
-            self._rest_bytes = rest_bytes
+            self.rest_bytes = rest_bytes
         return self._stepping
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:
@@ -154,15 +177,18 @@ class Lease:
             stretch: Its number; earlier ones than the present are left alone.
             wait: Whether this thread may wait here.
         """
-        stretch = min(stretch, self._last)
-        if not self._stepping or stretch <= self._at:
+        place = self._place
+        if not self._stepping or stretch <= place.at:
             return
-        self._at = stretch
-        while self._reach <= stretch and wait:
+        if stretch > self._last:
+            stretch = self._last
+        place.at = stretch
+        if place.wanted or self._reach <= stretch:
+            while self._reach <= stretch and wait:
+                self._broker.advance(self.job, stretch)
+                self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
             self._broker.advance(self.job, stretch)
-            self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
-        self._broker.advance(self.job, stretch)
-        if wait:
+        if BATON.queue and wait:
             self.turn(IN_STEP_SLICES)
 
     def all_ahead(self) -> None:
@@ -203,3 +229,27 @@ class Lease:
         finally:
             if self._runner is not None:
                 BATON.take(self._runner)
+
+
+class _Elsewhere:
+    """In place of the broker of a job that lives in another process."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+
+    def __getattr__(self, name: str) -> Any:
+        raise SharedBudgetError(
+            f"Job {self._job!r} is that of the process that process {os.getpid()} was forked from; it cannot train in "
+            'both. Begin the training in the child: SharedBudget.connect("name", "16GB") there, and a job of its own.'
+        )
+
+
+_leases: WeakSet[Lease] = WeakSet()
+
+
+def _after_fork() -> None:
+    for lease in list(_leases):
+        lease.leave_to_parent()
+
+
+in_child(_after_fork)

@@ -5,21 +5,32 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import Any
 
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.forks import in_child
 from lightning_mimose.shared.reach import ask_once, connect, own_file, raise_error
 from lightning_mimose.shared.wire import VERSION, Lines, Meeting, encode
 
+CALM_SECONDS = 1.0
+"""How long nobody must have waited before a job keeps, from step to step, what it was granted."""
 MOST_ATTEMPTS = 20
 """Coordinators that may die in a row on being spoken to."""
 
 
 class Link:
     """One job's connection to the coordinator; its thread hears what comes, and finds another coordinator if it dies.
+
+    While nobody waits, it is not told that a step has ended: it goes on counting what that was granted, and a step that
+    needs no more begins without asking. When somebody waits, it is told at once what of that is still needed.
+
+    Attributes:
+        at: The stretch that the step is in, written by the job.
+        wanted: Whether another job waits.
 
     Args:
         meeting: Where.
@@ -50,8 +61,14 @@ class Link:
         # What another coordinator would have to know.
         self._rest_bytes = self._least_bytes = 0
         self._claim: Claim | None = None
-        self._at = self._reach = 0
+        self.at = self._reach = 0
         self.alone = self.wanted = False
+        self._wanted_at = -CALM_SECONDS
+        """When somebody was last heard to begin, or to cease, to wait."""
+        self._kept: tuple[int, int] | None = None
+        """What the coordinator counts on after the step that it was granted for: its peak, and what it rests on."""
+        self._advanced = False
+        """Whether it was told where the present step is, and so counts less than its peak."""
         self.plan: tuple[int, int] | None = None
         """What the next step may be planned with, and its room, as of the last answer."""
         self._alone_in_step = False
@@ -83,7 +100,7 @@ class Link:
             self._number += 1
             message["n"] = self._number
             if message["op"] in ("begin", "build", "settle"):  # whatever step there was has ended
-                self._alone_in_step = False
+                self._alone_in_step, self._kept = False, None
             self._granted, self._answer, self._pending = None, None, message
             self._asked, self._answered = claim, False
             self._send(message)
@@ -111,13 +128,20 @@ class Link:
                 self._rest_bytes = rest_bytes
             return self.alone
 
+    def begin_kept(self, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step on what was granted for an earlier one; False if it must be asked for."""
+        with self._changed:
+            if self._kept is None or claim.peak_bytes > self._kept[0] or rest_bytes > self._kept[1]:
+                return False
+            self._claim, self.at, self._reach = claim, 0, len(claim)
+            return True
+
     def advance(self, at: int) -> None:
         """The step has come to a boundary."""
         with self._changed:
-            if self._claim is not None:
-                self._at = max(self._at, min(at, self._reach - 1))
-                if self.wanted:
-                    self._send({"op": "advance", "at": self._at})
+            self.at = at
+            if self._claim is not None and self.wanted:
+                self._send_place()
 
     def end(self) -> None:
         """The step is over."""
@@ -127,6 +151,10 @@ class Link:
                 self._alone_in_step = False
                 if not self.alone:  # it was recalled meanwhile
                     self._give_back()
+            elif self._kept is not None or self._may_keep():
+                assert self._claim is not None
+                self._kept = self._kept or (self._claim.peak_bytes, self._rest_bytes)
+                self._claim = None
             else:
                 self._claim = None
                 self._send({"op": "end"})
@@ -154,11 +182,14 @@ class Link:
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=5.0)
 
-    def drop(self) -> None:
-        """In a forked child: let go of what keeps the parent's lease alive."""
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of what would keep the parent's lease alive, and of nothing else."""
         for descriptor in (self._socket.detach(), self._file):
             with suppress(OSError):
                 os.close(descriptor)
+        # From now on these numbers are those of other files, and the name of the file is still the parent's.
+        self._closed, self.alone, self._changed = True, False, threading.Condition()
+        self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
@@ -211,16 +242,38 @@ class Link:
             if "plan" in message:
                 self.plan = (int(message["plan"][0]), int(message["plan"][1]))
             if "wanted" in message:
-                self.wanted = bool(message["wanted"])
-                if self.wanted and self._claim is not None and not self._alone_in_step:
-                    self._send({"op": "advance", "at": self._at})
+                self.wanted, self._wanted_at = bool(message["wanted"]), time.monotonic()
+                if self.wanted and not self._alone_in_step:
+                    self._let_go()
             if "alone" in message:
                 self.alone, self._grant = bool(message["alone"]), int(message["grant"])
                 if not self.alone and not self._alone_in_step:
                     self._give_back()
             self._changed.notify_all()
 
+    def _may_keep(self) -> bool:
+        """Whether the step that ends may leave what it was granted to the next one."""
+        whole = self._claim is not None and self._reach == len(self._claim) and not self._advanced
+        return whole and not self.wanted and time.monotonic() - self._wanted_at >= CALM_SECONDS
+
+    def _let_go(self) -> None:
+        """Somebody waits: say what is needed no more."""
+        kept, self._kept = self._kept, None
+        if self._claim is None:
+            if kept is not None:
+                self._send({"op": "end"})
+            return
+        if kept is not None:
+            self._send({"op": "still", "needs": list(self._claim.needs)})
+        self._send_place()
+
+    def _send_place(self) -> None:
+        self._advanced = True
+        self._send({"op": "advance", "at": self.at})
+
     def _hear_answer(self, op: str, answer: Any) -> None:
+        if op == "plan":
+            self.plan = (int(answer[0]), int(answer[1]))
         again, self._answered = self._answered, True
         if not again:
             self._answer = answer
@@ -244,7 +297,7 @@ class Link:
             self._reach = reach
         else:
             self._claim, self._rest_bytes = self._asked, int(asked.get("rest", 0))
-            self._at, self._reach = 0, reach
+            self.at, self._reach, self._advanced = 0, reach, False
 
     def _give_back(self) -> None:
         back = {"op": "back", "grant": self._grant, "rest": self._rest_bytes, "least": self._least_bytes}
@@ -254,15 +307,16 @@ class Link:
         """The coordinator is gone: find or start another one, and say what this job holds."""
         self._socket.close()
         if self._alone_in_step:  # to another coordinator that is a step like any other
-            self._claim, self._at, self._reach = Claim.of([self._budget_bytes]), 0, 1
+            self._claim, self.at, self._reach = Claim.of([self._budget_bytes]), 0, 1
         self.alone = self.wanted = self._alone_in_step = False
-        self.plan = None
+        self.plan = self._kept = None
+        self._advanced = True
         self._socket = self._connect(
             {
                 "rest": self._rest_bytes,
                 "least": self._least_bytes,
                 "needs": [] if self._claim is None else list(self._claim.needs),
-                "at": self._at,
+                "at": max(0, min(self.at, self._reach - 1)),
                 "reach": self._reach,
             }
         )
@@ -304,9 +358,8 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The workers of a DataLoader would keep their parent's lease alive when it is killed.
     for link in list(_links):
-        link.drop()
+        link.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)

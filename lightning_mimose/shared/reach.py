@@ -88,9 +88,10 @@ def ask_once(connection: socket.socket, message: dict[str, Any]) -> dict[str, An
         data = connection.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the coordinator has closed the connection")
-        # Nothing else is said before this is answered.
         for said in lines.feed(data):
-            return said
+            if "later" not in said:  # nothing else is said before this is answered
+                return said
+            connection.settimeout(None)  # it is there, and waits for others; if it dies this ends, too
 
 
 def raise_error(said: dict[str, Any], meeting: Meeting, asked: dict[str, Any]) -> None:

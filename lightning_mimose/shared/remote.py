@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import suppress
 from typing import Any
 
@@ -42,11 +43,18 @@ class RemoteBroker:
     def leave(self, job: str) -> None:
         """Close it."""
         link = self._links.pop(job, None)
-        if link is not None:
+        if link is None:
+            return
+        try:
             if not self._links:  # the coordinator, and what it knows, may be gone when a report is asked for
-                with suppress(SharedBudgetError):
+                with suppress(SharedBudgetError, OSError, subprocess.SubprocessError):
                     self._latest = self._ask_once("history")["history"]
+        finally:
             link.close()
+
+    def place(self, job: str) -> Link:
+        """Where the job's steps are noted."""
+        return self._links[job]
 
     def settle(self, job: str, rest_bytes: int, *, patient: bool = False) -> Verdict:
         """Say what the job holds between steps."""
@@ -59,7 +67,7 @@ class RemoteBroker:
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         link = self._links[job]
-        if link.begin_alone(rest_bytes):
+        if link.begin_alone(rest_bytes) or link.begin_kept(claim, rest_bytes):
             return Verdict(len(claim), self.budget_bytes)
         verdict = Verdict(*link.request(claim, op="begin", needs=list(claim.needs), rest=rest_bytes))
         if verdict.refused:
@@ -92,12 +100,14 @@ class RemoteBroker:
         link.needs_at_least(least_bytes)
         if link.alone:
             return self.budget_bytes
-        wish = (least_bytes, wants_bytes)
+        told, wants = self._wishes.get(job, (0, 0)), wants_bytes or self.budget_bytes
         plan = link.plan
-        if plan is None or self._wishes.get(job) != wish:
-            found = link.request(op="plan", least=least_bytes, wants=wants_bytes)
-            plan = link.plan = (int(found[0]), int(found[1]))
-            self._wishes[job] = wish
+        # Others plan for the largest of its batches: a smaller one has nothing to say, and what it may have is heard
+        # whenever it changes.
+        if plan is None or least_bytes > min(told[0], plan[0]) or wants > told[1]:
+            told = self._wishes[job] = (max(least_bytes, told[0]), max(wants, told[1]))
+            found = link.request(op="plan", least=told[0], wants=told[1])
+            plan = (int(found[0]), int(found[1]))
         return plan[0]
 
     def room_bytes(self, job: str) -> int:
@@ -118,9 +128,11 @@ class RemoteBroker:
 
     def _ask_once(self, op: str) -> dict[str, Any]:
         """Ask over a connection of its own: those of the jobs are in use, one of them may be waiting."""
-        said: dict[str, Any] | None = None
-        while said is None:
-            with suppress(OSError), connect(self._meeting) as connection:  # it may be about to end
-                said = ask_once(connection, {"op": op, **self._peek})
-        raise_error(said, self._meeting, self._peek)
-        return said
+        while True:
+            with connect(self._meeting) as connection:
+                try:
+                    said = ask_once(connection, {"op": op, **self._peek})
+                except OSError:  # it was about to end
+                    continue
+            raise_error(said, self._meeting, self._peek)
+            return said

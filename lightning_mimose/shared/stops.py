@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ class Route:
 
     claim: Claim
     places: Mapping[str, tuple[int, int | None]]
+
+    @cached_property
+    def units(self) -> frozenset[str]:
+        """The units whose calls these are."""
+        return frozenset(key.rpartition("#")[0] or key for key in self.places) | self.places.keys()
 
     @classmethod
     def whole(cls, peak_bytes: int) -> Route:
@@ -78,7 +83,7 @@ class Stops:
 
     def __init__(self, route: Route, arrive: Callable[[int], None]) -> None:
         self._places = route.places
-        self._units = {key.rpartition("#")[0] or key for key in route.places} | route.places.keys()
+        self._units = route.units
         self._arrive = arrive
         self._seen: dict[str, int] = {}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.predict.structure import Resident
+from lightning_mimose.shared.dropped import DROPPED
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route, Stops, route_of
 from lightning_mimose.sizes import BatchSize
@@ -12,7 +16,7 @@ from lightning_mimose.step import Step
 
 
 class Tenancy:
-    """One model's part in a shared budget.
+    """One model's part in a shared budget. A job may have several: what the others hold is none of this one's plans.
 
     Args:
         lease: The job's lease.
@@ -24,10 +28,15 @@ class Tenancy:
     def __init__(self, lease: Lease, closes: bool, advisor: Advisor, session: Session) -> None:
         self._lease, self._closes = lease, closes
         self._advisor, self._session = advisor, session
+        self._on_cpu = lease.device.type == "cpu"
+        self._arrive = lease.arrive if self._on_cpu else self._arrive_on_accelerator  # called at every stop
         self._batch_bytes = 0
         self._backward = False
         self._again: tuple[Step, int] | None = None
-        self.close = lease.close if closes else _nothing
+        self._part = object()
+        self.close: Callable[[], object] = lease.close if closes else partial(lease.parts.pop, self._part, None)
+        self.drop = partial(DROPPED.note, self.close)
+        """To be called where garbage is collected, in place of `close`."""
 
     def settle(self, rest_bytes: int) -> None:
         """The model is there, and its optimizer is known.
@@ -38,16 +47,27 @@ class Tenancy:
         Raises:
             BudgetInfeasibleError: It does not fit beside what other jobs hold.
         """
-        self._lease.settle(rest_bytes)
-        self._advisor.budget_bytes = self._lease.room_bytes()
+        self._lease.settle(rest_bytes + self._aside)
+        self._lease.parts[self._part] = rest_bytes
+        self._advisor.budget_bytes = self._room()
 
     def allow(self, size: BatchSize, resident: Resident) -> None:
         """Let the next step be planned with what the job may have now."""
         view = self._advisor.step_view(size, resident)
         if view is None or not view.trusted:
-            self._advisor.budget_bytes = self._lease.room_bytes()
+            self._advisor.budget_bytes = self._room()
         else:
-            self._advisor.budget_bytes = self._lease.plan_bytes(view.least_bytes, view.wants_bytes)
+            aside = self._aside
+            plan = self._lease.plan_bytes(view.least_bytes + aside, view.wants_bytes + aside)
+            self._advisor.budget_bytes = plan - aside
+
+    @property
+    def _aside(self) -> int:
+        return self._lease.aside(self._part)
+
+    def _room(self) -> int:
+        """What a step of this model may take at most."""
+        return self._lease.room_bytes() - self._aside
 
     def begin(self, step: Step, rest_bytes: int) -> bool:
         """Wait until a step that was planned may begin.
@@ -64,29 +84,41 @@ class Tenancy:
         rest = rest_bytes - step.batch_bytes + 2 * self._batch_bytes
         route = self._route(step)
         # Never more than the step itself: where that is what there is, asking for more would never be granted.
-        if not self._lease.begin(route, min(rest, route.claim.peak_bytes)):
+        rest = min(rest + self._aside, route.claim.peak_bytes)
+        if not self._lease.begin(route, rest):
             return False
+        self._lease.parts[self._part] = rest - self._aside
         self._session.stops = Stops(route, self._arrive) if route.places else None
         return True
 
+    def begin_evaluation(self, peak_bytes: int | None) -> None:
+        """Wait until an evaluation batch may run; `end` ends it.
+
+        Args:
+            peak_bytes: What it takes, resident memory included; None where that is not known: it claims all.
+        """
+        claim = None if peak_bytes is None else peak_bytes + self._aside
+        while claim is None or not self._lease.begin(Route.whole(claim), min(self._lease.rest_bytes, claim)):
+            claim = self._lease.room_bytes()
+
     def _route(self, step: Step) -> Route:
-        allowed, session = self._advisor.budget_bytes, self._session
+        allowed, aside, session = self._advisor.budget_bytes, self._aside, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
         if step.sheltered or step.retried or beside or self._lease.alone:
-            return Route.whole(allowed)
+            return Route.whole(allowed + aside)
         view = self._advisor.step_view(step.size, step.resident)
         if view is None:
-            return Route.whole(allowed)
-        key = (frozenset(step.actions.items()), allowed)
+            return Route.whole(allowed + aside)
+        key = (frozenset(step.actions.items()), allowed, aside)
         if key not in view.routes:
             margin = max(0, min(view.margin_bytes, allowed - (step.advice.predicted_peak_bytes or allowed)))
-            view.routes[key] = route_of(view.structure, view.timeline, step.actions, margin, allowed)
+            view.routes[key] = route_of(view.structure, view.timeline, step.actions, margin + aside, allowed + aside)
         route: Route = view.routes[key]
         return route
 
-    def _arrive(self, stretch: int) -> None:
+    def _arrive_on_accelerator(self, stretch: int) -> None:
         # In backward an accelerator's one thread serves all jobs: it must not wait for any of them.
-        self._lease.arrive(stretch, wait=self._lease.device.type == "cpu" or not self._backward)
+        self._lease.arrive(stretch, wait=not self._backward)
 
     def again(self, step: Step, rest_bytes: int) -> None:
         """A step that failed is to run again: from the start, with all the room there is.
@@ -101,14 +133,14 @@ class Tenancy:
             return
         (step, rest_bytes), self._again = self._again, None
         self.end()
-        self._advisor.budget_bytes = self._lease.room_bytes()
+        self._advisor.budget_bytes = self._room()
         while not self.begin(step, rest_bytes):
-            self._advisor.budget_bytes = self._lease.room_bytes()
+            self._advisor.budget_bytes = self._room()
 
     def begin_backward(self) -> None:
         """Forward is done."""
         self._backward = True
-        if self._lease.device.type != "cpu":
+        if not self._on_cpu:
             self._lease.all_ahead()
 
     def update(self) -> None:
@@ -128,7 +160,3 @@ class Tenancy:
     def beside(self) -> str:
         """What other jobs hold, in words."""
         return self._lease.beside()
-
-
-def _nothing() -> None:
-    pass

@@ -22,6 +22,7 @@ class Training:
     present: bool = False
     stepping: bool = False
     waiting: bool = False
+    kept: bool = False
     waited: int = 0
 
     @property
@@ -92,7 +93,15 @@ def _move(bank: Bank, training: Training, lot: random.Random, now: float) -> Non
         room = bank.room_bytes(training.name)
         low = training.rest_bytes
         training.needs = [lot.randint(low, room) for _ in range(lot.randint(1, 12))]
-        verdict = bank.begin(training.name, Claim.of(training.needs), training.rest_bytes, now)
+        claim = Claim.of(training.needs)
+        if training.kept:  # what an earlier step was granted
+            training.kept = False
+            if not bank.waiting and bank.covers(training.name, claim, training.rest_bytes):
+                bank.replace(training.name, claim, now)
+                _grant(training, len(claim))
+                return
+            bank.end(training.name, now)
+        verdict = bank.begin(training.name, claim, training.rest_bytes, now)
         assert not verdict.refused
         training.waiting = not verdict.reach
         if verdict.reach:
@@ -101,15 +110,18 @@ def _move(bank: Bank, training: Training, lot: random.Random, now: float) -> Non
         bank.leave(training.name)
         training.present, training.steps = False, 0
     elif training.at + 1 == len(training.needs):
-        bank.end(training.name, now)
         training.stepping, training.at, training.reach = False, 0, 0
         training.steps -= 1
+        training.kept = training.steps > 0 and not bank.waiting and bank.has_whole_step(training.name)
+        if not training.kept:
+            bank.end(training.name, now)
         if not training.steps:
             bank.leave(training.name)
             training.present = False
     elif training.at + 1 < training.reach:
         training.at += 1
-        bank.advance(training.name, training.at)
+        if bank.waiting or lot.random() < 0.1:  # nobody is told who does not wait
+            bank.advance(training.name, training.at)
     else:
         verdict = bank.ask(training.name, now)
         training.waiting = not verdict.reach

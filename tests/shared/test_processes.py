@@ -21,46 +21,9 @@ from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.remote import RemoteBroker
 from lightning_mimose.shared.wire import Meeting
 from tests.helpers import sharing
+from tests.helpers.processes import broker, kill_coordinator, settled, soon
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def name(monkeypatch, tmp_path_factory):
-    """A name of the test's own; afterwards no coordinator, socket or file of it may be left."""
-    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    yield name
-    meeting = Meeting(name)
-    until = time.monotonic() + 15
-    while meeting.folder.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not meeting.folder.exists()
-
-
-def broker(name, budget=1000, device="cpu"):
-    return RemoteBroker(Meeting(name), budget, device)
-
-
-def kill_coordinator(name, killed=()):
-    """Kill it, and return its process id."""
-    soon(lambda: Meeting(name).lock.read_text().strip() not in ("", *map(str, killed)))
-    pid = int(Meeting(name).lock.read_text())
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
-def settled(broker, **rests):
-    for job, rest in rests.items():
-        broker.join(job, 1.0)
-        verdict = broker.settle(job, rest)
-        assert verdict.reach or broker.wait(job)
-
-
-def soon(condition):
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.distributed
@@ -169,6 +132,109 @@ def test_one_that_waits_is_served_by_the_coordinator_that_takes_over(name):
     thread.join(timeout=10)
     assert granted == [1]
     one.leave("a")
+    two.leave("b")
+
+
+@pytest.fixture
+def survivors_locked_out(name):
+    """A coordinator that was killed, and a job that it served which has not spoken to the next one yet."""
+    meeting = Meeting(name)
+    meeting.make()
+    path = meeting.file_of("survivor")
+    descriptor = wire.lock_file(path)
+    yield meeting
+    path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def in_thread(call):
+    """Call a function in a thread; (its results or errors, the thread)."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return found, thread
+
+
+def say(meeting, **message):
+    """Speak as a job does; (the connection, the answer)."""
+    connection = reach.connect(meeting)
+    hello = {"version": wire.VERSION, "weight": 1.0, "budget": 1000, "device": "cpu", **message}
+    return connection, reach.ask_once(connection, hello)
+
+
+def test_a_newcomer_does_not_say_what_the_budget_is_while_survivors_come_back(name, survivors_locked_out):
+    asked = [in_thread(lambda budget=budget: broker(name, budget).budget_bytes) for budget in (2000, None)]
+    hello = {"op": "hello", "job": "newcomer", "budget": 2000}
+    asked.append(in_thread(lambda: say(survivors_locked_out, **hello)))
+    time.sleep(0.5)
+    assert not any(found for found, _ in asked)
+    state = {"rest": 100, "least": 0, "needs": [], "at": 0, "reach": 0}
+    connection, said = say(survivors_locked_out, op="hello", job="survivor", state=state)
+    assert said == {"budget": 1000}
+    for _, thread in asked:
+        thread.join(timeout=10)
+    (refused,), (joined,), ((newcomer, error),) = (found for found, _ in asked)
+    assert isinstance(refused, SharedBudgetError)
+    assert "is 1.00 KB" in str(refused)
+    assert joined == 1000
+    assert error["error"] == "contradicts"
+    connection.close()
+    newcomer.close()
+
+
+def test_newcomers_are_heard_when_no_survivor_is_left_to_come_back(name, survivors_locked_out):
+    found, thread = in_thread(lambda: broker(name, 2000).budget_bytes)
+    time.sleep(0.3)
+    assert not found
+    survivors_locked_out.file_of("survivor").unlink()
+    thread.join(timeout=10)
+    assert found == [2000]
+
+
+def test_nobody_waits_for_a_newcomer_that_was_refused(name, survivors_locked_out):
+    one = broker_without_asking(name, 2000)
+    found, thread = in_thread(lambda: one.join("newcomer", 1.0))
+    soon(lambda: survivors_locked_out.file_of("newcomer").exists())
+    state = {"rest": 100, "least": 0, "needs": [], "at": 0, "reach": 0}
+    connection, _ = say(survivors_locked_out, op="hello", job="survivor", state=state)
+    thread.join(timeout=10)
+    assert "was asked for" in str(found[0])
+    with connection, connection.makefile() as lines:
+        connection.sendall(wire.encode({"op": "others", "n": 1}))
+        assert {"n": 1, "answer": {}} in map(json.loads, lines)
+
+
+def broker_without_asking(name, budget):
+    """A broker of a job whose coordinator has died since it asked what the budget is."""
+    found = RemoteBroker.__new__(RemoteBroker)
+    found.__dict__ |= {"_meeting": Meeting(name), "_device": "cpu", "budget_bytes": budget, "_links": {}}
+    return found
+
+
+def test_a_job_that_has_lost_its_coordinator_can_be_closed_before_the_others_come_back(name, monkeypatch):
+    one, two = broker(name), broker(name)
+    settled(one, a=100)
+    settled(two, b=100)
+
+    def fail(*_):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("lightning_mimose.shared.link.connect", fail)
+    kill_coordinator(name)
+    for each, job in ((one, "a"), (two, "b")):
+        with pytest.raises(SharedBudgetError, match="has lost the coordinator"):
+            each.others(job)
+    began = time.monotonic()
+    one.leave("a")  # b's file is locked, and b will never come back
+    assert time.monotonic() - began < 5
+    assert not Meeting(name).file_of("a").exists()
     two.leave("b")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseError, SharedBudget, SharedBudgetError
 from lightning_mimose.errors import UnitsError
 from lightning_mimose.shared import baton, lease
+from lightning_mimose.shared.bank import Bank
 from tests.helpers.sharing import block, loss, train
 
 
@@ -123,6 +126,39 @@ def test_one_that_is_dropped_without_being_closed_is_no_tenant_any_more():
     mimose.step(torch.randn(8, 32))
     del mimose
     assert together(lambda seed: train(seed, shared, 3).digest, 1)
+
+
+def test_one_that_is_collected_while_accounts_are_changed_is_closed_after(monkeypatch):
+    shared = SharedBudget("1GB", own_generators=False)
+    held = [Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)]
+    held[0].step(torch.randn(8, 32))
+    other, _ = shared.open(torch.device("cpu"), "other")
+    settle = Bank.settle
+
+    def collects(bank, *args, **kwargs):
+        before = list(bank.accounts)
+        held.clear()
+        gc.collect()
+        assert list(bank.accounts) == before  # it holds the lock, and this thread would be let through
+        return settle(bank, *args, **kwargs)
+
+    monkeypatch.setattr(Bank, "settle", collects)
+    other.settle(1000)
+    monkeypatch.undo()
+    until = time.monotonic() + 10
+    while not other.alone:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    other.close()
+
+
+def test_a_thread_may_go_on_at_once_after_it_has_dropped_a_training():
+    shared = SharedBudget("1GB")
+    for _ in range(5):
+        mimose = Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss)
+        mimose.step(torch.randn(8, 32))
+        del mimose
+        gc.collect()
 
 
 def test_a_newcomer_shrinks_what_the_others_plan_with_and_gives_it_back():
@@ -244,6 +280,44 @@ def test_two_trainings_that_are_open_in_one_thread_are_refused_instead_of_waitin
     first.close()
     with Mimose(torch.nn.Sequential(block(), block()), budget=shared, loss_fn=loss) as second:
         second.step(torch.randn(8, 32))
+
+
+def test_all_models_of_a_job_count_and_each_plans_with_what_the_others_leave():
+    shared = SharedBudget("100MB")
+    models = [torch.nn.Sequential(*(block() for _ in range(depth))) for depth in (2, 6)]
+    with shared.job("both") as job:
+        lease, _ = job.open(torch.device("cpu"))
+        trainings = [
+            Mimose(model, budget=shared, loss_fn=loss, optimizer=torch.optim.Adam(model.parameters()))
+            for model in models
+        ]
+        small, large = (
+            4 * sum(p.nbytes for p in model.parameters()) for model in models
+        )  # with gradients, two moments
+        assert lease.rest_bytes == pytest.approx(small + large, rel=0.01)
+        for _ in range(12):
+            for mimose in trainings:
+                mimose.step(torch.randn(8, 32))
+        assert trainings[0].records[-1].budget_bytes == pytest.approx(10**8 - large, abs=10_000)
+        assert trainings[1].records[-1].budget_bytes == pytest.approx(10**8 - small, abs=10_000)
+        _, held = shared.report().stacked()[-1]
+        assert held["both"] >= small + large
+        trainings[1].close()
+        trainings[0].step(torch.randn(8, 32))
+        assert trainings[0].records[-1].budget_bytes == 10**8
+        trainings[0].close()
+
+
+def test_models_of_a_job_that_do_not_fit_together_are_refused():
+    shared = SharedBudget(400_000)
+    with shared.job():
+        models = [
+            torch.nn.Sequential(*(block() for _ in range(4))) for _ in range(3)
+        ]  # 134 kB each, with gradients twice
+        with Mimose(models[0], budget=shared, loss_fn=loss), pytest.raises(BudgetInfeasibleError):
+            Mimose(models[1], budget=shared, loss_fn=loss)
+        with Mimose(models[2], budget=shared, loss_fn=loss) as mimose:
+            mimose.step(torch.randn(8, 32))
 
 
 def test_a_training_that_is_refused_as_it_begins_holds_nothing_and_its_error_may_be_kept():
