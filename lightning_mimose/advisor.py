@@ -159,10 +159,11 @@ class Advisor(Forecast):
         if advice.plan is not None and prediction is not None and advice.predicted_peak_bytes is not None:
             room = advice.predicted_peak_bytes - resident.total_bytes
             value = prediction.values
+            spared = self._spared_before(prediction, resident, advice.plan)
             return {
                 call.unit
                 for call in prediction.structure.calls
-                if call.region and value[call.entry] + TRIAL_SHARE * trial(call, value) <= room
+                if call.region and value[call.entry] - spared(call) + TRIAL_SHARE * trial(call, value) <= room
             }
         if advice.plan is not None:
             return set()
@@ -180,6 +181,22 @@ class Advisor(Forecast):
             if resident.total_bytes + grown * (peak + largest) <= self.budget_bytes:
                 return {call.unit for call in structure.calls if call.region}
         return set()
+
+    def _spared_before(self, prediction: Prediction, resident: Resident, plan: Plan) -> Callable[[CallShape], int]:
+        """What the units before a call do not keep, under a plan, when it begins."""
+        structure, timeline = prediction.structure, self._timeline(prediction, resident)
+        chosen = [each for each in plan.actions.items() if each in timeline.option_index]
+        backward = structure.arrays[2]
+
+        def spared(call: CallShape) -> int:
+            inside = np.flatnonzero((call.in_time <= structure.times) & (structure.times < call.out_time) & ~backward)
+            # Not the call's own action, or that of a unit around it: what those spare, they spare later.
+            others = [
+                timeline.option_index[unit, a] for unit, a in chosen if not f"{call.unit}.".startswith(f"{unit}.")
+            ]
+            return int(timeline.relief_bytes[others][:, inside].sum(axis=0).min()) if inside.size else 0
+
+        return spared
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
+from lightning_mimose.sizes import BatchSize
 from lightning_mimose.step import Step
 
 
@@ -17,20 +18,34 @@ class Trials:
 
     def __init__(self, advisor: Advisor, session: Session) -> None:
         self._advisor, self._session = advisor, session
+        self._looked: set[BatchSize] = set()
+        self._waiting: set[str] = set()
 
     def arm(self, step: Step) -> None:
         """Name the units that this step tries; of a step that is armed already."""
         advisor, session = self._advisor, self._session
         waiting = self._untried()
         session.tries, session.split_tries = set(), set()
-        if step.retried or step.advice.cache_hit:
-            return  # a plan that is known had its room looked at when it was made
+        if step.retried or not self._is_news(step, waiting | session.unsplit):
+            return
         if waiting:
             session.tries = waiting & advisor.room_to_try(step.size, step.resident, step.advice)
             session.armed = session.armed or bool(session.tries)
         if session.unsplit:
             room = advisor.room_to_try(step.size, step.resident, step.advice, split=True)
             session.split_tries = session.unsplit & advisor.shelter.keys() & room
+
+    def _is_news(self, step: Step, waiting: set[str]) -> bool:
+        """Whether the room was not looked at yet for a size, since plans last got something more to choose from."""
+        if not waiting:
+            return False
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._looked.clear()
+        if step.advice.cache_hit and step.size in self._looked:
+            return False
+        self._looked.add(step.size)
+        return True
 
     def disarm(self) -> None:
         """The step is over."""
