@@ -79,7 +79,7 @@ def assemble(
             returns; otherwise it is taken to live until backward.
         extras: What else may be planned.
     """
-    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out)
+    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out, extras or Extras())
     assembly.add_recompute()
     assembly.add_lean()
     assembly.add_recompute_lean(*RECOMPUTE_LEAN)
@@ -101,11 +101,13 @@ class _Assembly:
         seconds_per_flop: float,
         minimum_share: float,
         left_out: frozenset[str],
+        extras: Extras,
     ) -> None:
-        self.structure, self.values, self.resident = structure, values, resident
+        self.structure, self.resident = structure, resident
         self.seconds_per_flop, self.left_out = seconds_per_flop, left_out
         column, entry, backward, made = structure.arrays
         self.value = np.rint(values).astype(np.int64)
+        self.values = values
         padded = np.append(self.value, 0)
         before = resident.old_gradient_bytes
         if resident.zeroes_gradients:
@@ -121,98 +123,143 @@ class _Assembly:
         self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
-        self.calls_of: dict[str, list[int]] = {}
-        for i, call in enumerate(structure.calls):
-            self.calls_of.setdefault(call.unit, []).append(i)
+        self.calls_of = structure.layout.calls_of
+        self._look_at_calls(values)
+        # Every recomputation has a position besides; there is one for the update.
+        places = structure.layout.backward_at
+        self.again = {
+            i: places[structure.calls[i].backward_time]
+            for unit in self.freed
+            for i in self.calls_of[unit]
+            if structure.calls[i].backward_time in places
+        }
         self.options: list[Option] = []
-        self.relief: list[NDArray[np.int64]] = []
+        # Tens of megabytes for hundreds of units: each row is written once, where it stays.
+        most = len(structure.units) * (3 + len(structure.grades) + len(extras.smaller))
+        self.relief = np.empty((most, len(structure.positions) + len(self.again) + 1), dtype=np.int64)
         self.runs_again: list[tuple[int, int, int]] = []
         """(option, call, what its recomputation takes)."""
         self.borrows: list[tuple[int, int]] = []
         """(option, call) that keeps the call's arguments alive besides those that run again."""
 
-    def _add(self, unit: int, action: str, flops: float, row: NDArray[np.int64], seconds: float = 0.0) -> None:
+    def _add(self, unit: int, action: str, flops: float, seconds: float = 0.0) -> None:
         self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
-        self.relief.append(row)
 
     def _row(self) -> NDArray[np.int64]:
-        return np.zeros(len(self.structure.positions), dtype=np.int64)
+        """The row of the option that is added next, without the positions of recomputations; zeros."""
+        row = self.relief[len(self.options), : len(self.structure.positions)]
+        row[:] = 0
+        return row
 
-    def _freed(self, unit: str) -> int:
-        """Bytes between forward and backward that only this unit keeps; 0 if it cannot or need not be planned."""
-        structure = self.structure
-        members = self.calls_of[unit]
-        saved = sum(int(self.value[structure.calls[i].saved]) for i in members if structure.spared[i])
-        ends = all(structure.calls[i].backward_time != NEVER for i in members)
-        return saved if ends and saved >= self.minimum_bytes and unit not in self.left_out else 0
+    def _spare(self, first: int, calls: Sequence[int], spared_bytes: Sequence[int]) -> None:
+        """Fill the rows from `first` on, one for each call: it spares these bytes wherever what it saves is alive."""
+        rows = self.relief[first : first + len(calls), : len(self.structure.positions)]
+        np.multiply(self.structure.alive[list(calls)], np.array(spared_bytes, np.int64).reshape(-1, 1), out=rows)
+
+    def _look_at_calls(self, values: NDArray[np.float64]) -> None:
+        """What every call saves and needs, and what every unit's calls do so together."""
+        structure, layout = self.structure, self.structure.layout
+        count, unit_of = len(structure.units), layout.unit_of
+        saved = self.value[layout.columns["saved"]] * structure.spared
+        self.saved: list[int] = saved.tolist()
+        self.working: list[int] = self.value[layout.columns["working"]].tolist()
+        flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
+        whole = flops + np.bincount(unit_of, values[layout.columns["besides"]], count)
+        self.unit_flops: list[float] = flops.tolist()
+        # What recipes cost is told in the operations of `_recomputing`: those stand for element-wise work too.
+        self.operations: list[float] = np.where(flops > 0, flops / np.where(whole > 0, whole, 1.0), 1.0).tolist()
+        # Bytes between forward and backward that only a unit keeps, where it can and need be planned.
+        freed = np.rint(np.bincount(unit_of, saved, count)).astype(np.int64)
+        endless = {call.unit for call in structure.calls if call.backward_time == NEVER}
+        self.freed = {
+            unit: saved_bytes
+            for unit, saved_bytes in zip(structure.units, freed.tolist(), strict=True)
+            if saved_bytes >= self.minimum_bytes and unit not in self.left_out and unit not in endless
+        }
 
     # --- actions ----------------------------------------------------------------------------------------------
 
     def add_recompute(self) -> None:
         """Recomputation: what a call saved is gone until its backward, in which all of it is there at once."""
-        structure, value = self.structure, self.value
-        for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
-            if not saved:
-                continue
-            row = self._row()
-            for i in self.calls_of[unit]:
-                call = structure.calls[i]
-                self.runs_again.append((len(self.options), i, int(value[call.working])))
-                if structure.spared[i]:
-                    row += structure.alive[i] * value[call.saved]
-                    if call.entry >= 0:
-                        row += self._in_forward(call, int(value[call.lean]))
-            self._add(index, "recompute", self._recomputing(unit, saved), row)
+        structure, columns, first = self.structure, self.structure.layout.columns, len(self.options)
+        members = [self.calls_of[unit] for unit in self.freed]
+        self._spare(first, [calls[0] for calls in members], [self.saved[calls[0]] for calls in members])
+        row_of = np.full(len(structure.calls), -1, dtype=np.intp)
+        for row, unit in enumerate(self.freed, first):
+            calls = self.calls_of[unit]
+            for i in calls[1:]:
+                self.relief[row, : len(structure.positions)] += structure.alive[i] * self.saved[i]
+            for i in calls:
+                self.runs_again.append((row, i, self.working[i]))
+                row_of[i] = row if structure.spared[i] else -1
+            self._add(structure.layout.index[unit], "recompute", self._recomputing(unit))
+        self._spare_in_forward(row_of, self.value[columns["lean"]])
 
-    def _in_forward(self, call: CallShape, peak_bytes: int) -> NDArray[np.int64]:
-        """What is spared inside a call's forward if it has a peak of its own, above its start."""
-        inside = (call.in_time <= self.structure.times) & (self.structure.times < call.out_time) & ~self.backward
+    def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
+        """What is spared inside a call's forward if it has a peak of its own, above its start.
+
+        Args:
+            row_of: Shape (calls,); the row that a call is a part of, -1 for none.
+            peak_bytes: Shape (calls,); its peak.
+        """
+        structure, layout = self.structure, self.structure.layout
+        entry = layout.columns["entry"]
         before = self.resident.lasting_bytes + self.resident.old_gradient_bytes
-        limit = before + self.value[call.entry] + peak_bytes
-        spared: NDArray[np.int64] = np.where(inside, np.maximum(self.base - limit, 0), 0)
-        return spared
+        limit = before + self.value[entry] + peak_bytes
+        call, position = layout.in_forward
+        here = ((row_of >= 0) & (entry >= 0))[call]
+        call, position = call[here], position[here]
+        spared = np.maximum(self.base[position] - limit[call], 0)
+        np.add.at(self.relief, (row_of[call], position), spared)
 
-    def _recomputing(self, unit: str, saved_bytes: int) -> float:
+    def _recomputing(self, unit: str) -> float:
         """What recomputing a unit costs, in operations.
 
         Operations decide. Element-wise work is about the same per byte that is freed, whichever units free it, so
         it hardly changes the choice; counted lightly, with a region's fixed cost, it breaks ties towards few large
         regions. Measured times of single units would decide differently from run to run: they vary by a tenth.
         """
-        members = [self.structure.calls[i] for i in self.calls_of[unit]]
-        return sum(float(self.values[c.flops]) for c in members) + 0.25 * saved_bytes + REGION_FLOPS * len(members)
-
-    def _rebuilding(self, unit: str, work: float) -> float:
-        """What recipes cost, in the operations of `_recomputing`: those stand for the unit's element-wise work too."""
-        members = [self.structure.calls[i] for i in self.calls_of[unit]]
-        flops = sum(float(self.values[call.flops]) for call in members)
-        besides = sum(float(self.values[call.besides]) for call in members)
-        return work * flops / (flops + besides) if flops > 0 else work
+        flops: float = self.unit_flops[self.structure.layout.index[unit]]
+        return flops + 0.25 * self.freed[unit] + REGION_FLOPS * len(self.calls_of[unit])
 
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
-        structure, value = self.structure, self.value
-        index = {unit: i for i, unit in enumerate(structure.units)}
-        by_option: dict[tuple[str, str], list[LeanShape]] = {}
-        for shape in structure.lean:
-            by_option.setdefault((structure.calls[shape.call].unit, shape.action), []).append(shape)
+        structure, layout, first = self.structure, self.structure.layout, len(self.options)
+        saved: list[int] = self.value[layout.lean_columns[0]].tolist()
+        work: list[float] = self.values[layout.lean_columns[1]].tolist()
+        call_of = [shape.call for shape in structure.lean]
         before: dict[str, int] = {}
-        for (unit, action), shapes in by_option.items():
-            saved = sum(int(value[shape.saved]) for shape in shapes)
+        chosen: list[list[int]] = []
+        for (unit, action), shapes in layout.lean_of.items():
+            spared = sum([saved[i] for i in shapes])
             enough = max(self.minimum_bytes, int(1.02 * before.get(unit, 0)))
-            if unit in self.left_out or len(shapes) != len(self.calls_of[unit]) or saved < enough:
+            if spared < enough or unit in self.left_out or len(shapes) != len(self.calls_of[unit]):
                 continue
-            before[unit] = saved
-            row = self._row()
-            for shape in shapes:
-                row += structure.alive[shape.call] * value[shape.saved]
-                for position, own in shape.positions:
-                    row[position] = self.level[position] - value[own] - self.entry[position]
+            before[unit] = spared
             if action in BORROWING:
-                self.borrows += [(len(self.options), shape.call) for shape in shapes]
-            work = sum(float(self.values[shape.work]) for shape in shapes)
-            self._add(index[unit], action, self._rebuilding(unit, work), row, HOOK_SECONDS * len(shapes))
+                self.borrows += [(len(self.options), call_of[i]) for i in shapes]
+            index = layout.index[unit]
+            rebuilding = self.operations[index] * sum([work[i] for i in shapes])
+            self._add(index, action, rebuilding, HOOK_SECONDS * len(shapes))
+            chosen.append(shapes)
+        ones = [shapes[0] for shapes in chosen]
+        self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones])
+        self._alter(ones, range(first, first + len(ones)))
+        for row, shapes in enumerate(chosen, first):
+            for i in shapes[1:]:
+                self.relief[row, : len(structure.positions)] += structure.alive[call_of[i]] * saved[i]
+                self._alter([i], [row])
+
+    def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
+        """Where lean saves change what is alive inside a call: the rows that each of `shapes` is about."""
+        if not len(shapes):
+            return
+        shape, position, own = self.structure.layout.lean_positions
+        row_of = np.full(len(self.structure.lean), -1, dtype=np.intp)
+        row_of[list(shapes)] = rows
+        here = row_of[shape] >= 0
+        at = position[here]
+        self.relief[row_of[shape[here]], at] = self.level[at] - self.value[own[here]] - self.entry[at]
 
     def add_recompute_lean(self, grade: str, action: str) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
@@ -221,27 +268,32 @@ class _Assembly:
             grade: The grade of lean saves inside.
             action: Name of the action.
         """
-        structure, value = self.structure, self.value
+        structure, layout, count = self.structure, self.structure.layout, len(self.structure.positions)
         plain = {option.unit: i for i, option in enumerate(self.options) if option.action == "recompute"}
-        index = {unit: i for i, unit in enumerate(structure.units)}
-        shapes = {shape.call: shape for shape in structure.lean if shape.action == grade}
+        of_call = {shape.call: i for i, shape in enumerate(structure.lean) if shape.action == grade}
+        work: list[float] = self.values[layout.lean_columns[1]].tolist()
+        shape, position, own = layout.lean_positions
+        alive, forward = self.value[own], ~self.backward[position]
+        peak = np.zeros(len(structure.lean), dtype=np.int64)
+        np.maximum.at(peak, shape[forward], alive[forward])
+        peaks: list[int] = peak.tolist()
+        row_of = np.full(len(structure.lean), -1, dtype=np.intp)
         for unit, members in self.calls_of.items():
-            if index[unit] not in plain or not all(i in shapes for i in members):
+            index = layout.index[unit]
+            if index not in plain or not all(i in of_call for i in members):
                 continue
-            row, work = self.relief[plain[index[unit]]].copy(), 0.0
+            row = len(self.options)
+            self.relief[row, :count] = self.relief[plain[index], :count]
+            rebuilding = 0.0
             for i in members:
-                shape = shapes[i]
-                work += self._rebuilding(unit, float(self.values[shape.work]))
-                peaks = [0]
-                for position, own in shape.positions:
-                    if self.backward[position]:
-                        row[position] += max(0, int(self.level[position] - value[own]))
-                    else:
-                        peaks.append(int(value[own]))
-                working = min(int(value[structure.calls[i].working]), max(peaks))
-                self.runs_again.append((len(self.options), i, working))
-            saved = self._freed(unit)
-            self._add(index[unit], action, self._recomputing(unit, saved) + work, row, HOOK_SECONDS * len(members))
+                mine = of_call[i]
+                row_of[mine] = row
+                rebuilding += self.operations[index] * work[mine]
+                self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
+            self._add(index, action, self._recomputing(unit) + rebuilding, HOOK_SECONDS * len(members))
+        here = ~forward & (row_of[shape] >= 0)
+        spared = np.maximum(self.level[position[here]] - alive[here], 0)
+        np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)
 
     def add_offload(self, link: Link) -> None:
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.
@@ -251,7 +303,7 @@ class _Assembly:
         """
         structure, taken = self.structure, 0
         for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
+            saved = self.freed.get(unit, 0)
             if not saved or taken + saved > link.host_bytes:
                 continue
             taken += saved if structure.parents[index] < 0 else 0  # what nested units move, their parents would
@@ -266,7 +318,7 @@ class _Assembly:
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
                     row += (away & structure.alive[i]) * self.value[call.saved]
-            self._add(index, "offload", 0.0, row, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
+            self._add(index, "offload", 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
         """The call that returns next at the earliest, and so the one whose backward brings the copies back."""
@@ -289,8 +341,10 @@ class _Assembly:
         structure, value = self.structure, self.value
         small = np.rint(smaller).astype(np.int64)
         column = structure.arrays[0]
+        row_of = np.full(len(structure.calls), -1, dtype=np.intp)
+        peak = np.zeros(len(structure.calls), dtype=np.int64)
         for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
+            saved = self.freed.get(unit, 0)
             members = [structure.calls[i] for i in self.calls_of[unit]]
             if not saved or not all(call.region for call in members):
                 continue
@@ -300,7 +354,7 @@ class _Assembly:
                 # what was given, and a second gradient of every parameter while it is added to the first.
                 returned, given = 2 * int(value[call.returned]), 2 * int(value[call.given])
                 row += structure.alive[i] * value[call.saved]
-                row += self._in_forward(call, int(small[call.lean]) + returned)
+                row_of[i], peak[i] = len(self.options), int(small[call.lean]) + returned
                 inside = self._in_backward(call)
                 made = self.made[inside]
                 more = given + (int(made.max()) - made if len(made) else 0)
@@ -310,7 +364,8 @@ class _Assembly:
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
             seconds = chunks * HOOK_SECONDS * len(members)
-            self._add(index, f"split{chunks}", self._recomputing(unit, saved), row, seconds)
+            self._add(index, f"split{chunks}", self._recomputing(unit), seconds)
+        self._spare_in_forward(row_of, peak)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""
@@ -321,55 +376,48 @@ class _Assembly:
     # --- the whole --------------------------------------------------------------------------------------------
 
     def timeline(self, inputs_die: bool) -> Timeline:
-        """Add a position for every recomputation, which binds only if it is chosen, and one for the update."""
+        """Add a position for every call that runs again, which binds only if it does, and one for the update."""
         structure, value, options = self.structure, self.value, self.options
-        places = {p.time: i for i, p in enumerate(structure.positions) if p.backward}
-        matrix = np.array(self.relief, dtype=np.int64).reshape(len(options), len(structure.positions))
-        more_base, more_columns, labels = [], [], []
-        times, backward = structure.times.tolist(), self.backward.tolist()
-        for option, index, working in self.runs_again:
-            call = structure.calls[index]
-            place = places.get(call.backward_time)
-            if place is None:
-                continue
-            column = matrix[:, place].copy()
-            # Its own saved tensors are due now; those of the unit's other calls are still spared.
-            column[option] = self._others_spared(option, index, place) - working
-            for other, choice in enumerate(options):
-                if other != option and choice.unit == options[option].unit:
-                    column[other] = 0  # this position is one of recomputing
-            more_base.append(self.own[call.backward_time] + int(value[call.before_backward]))
-            more_columns.append(column)
-            times.append(call.backward_time)
-            backward.append(True)
-            labels.append(f"recomputation of {call.key}")
-        more_base.append(self.resident.update_bytes)
-        more_columns.append(np.zeros(len(options), dtype=np.int64))
-        times.append(-1)
-        backward.append(False)
-        labels.append("optimizer step")
-        base = np.concatenate([self.base, np.array(more_base, dtype=np.int64)])
-        shared = self._shared(base, np.array(times), np.array(backward), inputs_die)
+        count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
+        again = [structure.calls[i] for i in self.again]
+        relief = self.relief[: len(options)]
+        relief[:, count:-1] = np.take(relief, places, axis=1)
+        relief[:, -1] = 0
+        # These are positions of recomputing: no other option of the unit does anything there.
+        options_of: dict[str, list[int]] = {}
+        for option, choice in enumerate(options):
+            options_of.setdefault(structure.units[choice.unit], []).append(option)
+        mine = [options_of[call.unit] for call in again]
+        columns = np.repeat(np.arange(count, count + len(again)), [len(owned) for owned in mine])
+        relief[[option for owned in mine for option in owned], columns] = 0
+        column_of = {i: column for column, i in enumerate(self.again, count)}
+        for option, i, working in self.runs_again:
+            if i in column_of:
+                # Its own saved tensors are due now; those of the unit's other calls are still spared.
+                relief[option, column_of[i]] = self._others_spared(option, i, self.again[i]) - working
+        more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
+        base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
+        times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
+        backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
+        shared = self._shared(base, np.array(times), backward, inputs_die)
+        labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
         return Timeline(
             units=structure.units,
             parents=structure.parents,
             options=tuple(options),
             base_bytes=base,
-            relief_bytes=np.concatenate([matrix, np.array(more_columns, dtype=np.int64).T], axis=1),
+            relief_bytes=relief,
             shared=tuple(shared),
-            labels=(*(p.label for p in structure.positions), *labels),
-            times=tuple(times),
+            labels=(*labels, "optimizer step"),
+            times=times,
         )
 
     def _others_spared(self, option: int, index: int, place: int) -> int:
         """What the other calls of an option's unit spare at a position."""
         structure = self.structure
-        others = (i for i in self.calls_of[structure.units[self.options[option].unit]] if i != index)
-        return sum(
-            int(self.value[structure.calls[i].saved])
-            for i in others
-            if structure.spared[i] and structure.alive[i, place]
-        )
+        members = self.calls_of[structure.units[self.options[option].unit]]
+        others = [i for i in members if i != index] if len(members) > 1 else []
+        return sum([self.saved[i] for i in others if structure.alive[i, place]])
 
     def _shared(
         self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], inputs_die: bool
