@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, Resident, Structure
-from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+from lightning_mimose.predict.rows import Rows
+from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Structure
+from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do: half of what a layer of BERT was measured to take
@@ -79,105 +80,21 @@ def assemble(
             returns; otherwise it is taken to live until backward.
         extras: What else may be planned.
     """
-    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out, extras or Extras())
+    extras = extras or Extras()
+    kinds = len(structure.grades) + 3 + len(extras.smaller)
+    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out, kinds)
     assembly.add_recompute()
     assembly.add_lean()
     assembly.add_recompute_lean(*RECOMPUTE_LEAN)
-    if extras is not None and extras.link is not None:
+    if extras.link is not None:
         assembly.add_offload(extras.link)
-    for chunks, smaller in extras.smaller.items() if extras is not None else ():
+    for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
     return assembly.timeline(inputs_die)
 
 
-class _Assembly:
-    """The options of one timeline while they are added."""
-
-    def __init__(
-        self,
-        structure: Structure,
-        values: NDArray[np.float64],
-        resident: Resident,
-        seconds_per_flop: float,
-        minimum_share: float,
-        left_out: frozenset[str],
-        extras: Extras,
-    ) -> None:
-        self.structure, self.resident = structure, resident
-        self.seconds_per_flop, self.left_out = seconds_per_flop, left_out
-        column, entry, backward, made = structure.arrays
-        self.value = np.rint(values).astype(np.int64)
-        self.values = values
-        padded = np.append(self.value, 0)
-        before = resident.old_gradient_bytes
-        if resident.zeroes_gradients:
-            gradients = np.where(backward, made, before)
-        elif structure.old_gradient_bytes == before:
-            gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
-        else:
-            gradients = np.maximum(made, before)
-        self.level: NDArray[np.int64] = padded[column] + padded[entry]
-        self.entry: NDArray[np.int64] = padded[entry]
-        self.base: NDArray[np.int64] = resident.lasting_bytes + self.level + gradients
-        self.backward, self.made = backward, made
-        self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
-        # Gradients at a call's backward position also count while it is recomputed.
-        self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
-        self.calls_of = structure.layout.calls_of
-        self._look_at_calls(values)
-        # Every recomputation has a position besides; there is one for the update.
-        places = structure.layout.backward_at
-        self.again = {
-            i: places[structure.calls[i].backward_time]
-            for unit in self.freed
-            for i in self.calls_of[unit]
-            if structure.calls[i].backward_time in places
-        }
-        self.options: list[Option] = []
-        # Tens of megabytes for hundreds of units: each row is written once, where it stays.
-        most = len(structure.units) * (3 + len(structure.grades) + len(extras.smaller))
-        self.relief = np.empty((most, len(structure.positions) + len(self.again) + 1), dtype=np.int64)
-        self.runs_again: list[tuple[int, int, int]] = []
-        """(option, call, what its recomputation takes)."""
-        self.borrows: list[tuple[int, int]] = []
-        """(option, call) that keeps the call's arguments alive besides those that run again."""
-
-    def _add(self, unit: int, action: str, flops: float, seconds: float = 0.0) -> None:
-        self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
-
-    def _row(self) -> NDArray[np.int64]:
-        """The row of the option that is added next, without the positions of recomputations; zeros."""
-        row = self.relief[len(self.options), : len(self.structure.positions)]
-        row[:] = 0
-        return row
-
-    def _spare(self, first: int, calls: Sequence[int], spared_bytes: Sequence[int]) -> None:
-        """Fill the rows from `first` on, one for each call: it spares these bytes wherever what it saves is alive."""
-        rows = self.relief[first : first + len(calls), : len(self.structure.positions)]
-        np.multiply(self.structure.alive[list(calls)], np.array(spared_bytes, np.int64).reshape(-1, 1), out=rows)
-
-    def _look_at_calls(self, values: NDArray[np.float64]) -> None:
-        """What every call saves and needs, and what every unit's calls do so together."""
-        structure, layout = self.structure, self.structure.layout
-        count, unit_of = len(structure.units), layout.unit_of
-        saved = self.value[layout.columns["saved"]] * structure.spared
-        self.saved: list[int] = saved.tolist()
-        self.working: list[int] = self.value[layout.columns["working"]].tolist()
-        flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
-        whole = flops + np.bincount(unit_of, values[layout.columns["besides"]], count)
-        self.unit_flops: list[float] = flops.tolist()
-        # What recipes cost is told in the operations of `_recomputing`: those stand for element-wise work too.
-        self.operations: list[float] = np.where(flops > 0, flops / np.where(whole > 0, whole, 1.0), 1.0).tolist()
-        # Bytes between forward and backward that only a unit keeps, where it can and need be planned.
-        freed = np.rint(np.bincount(unit_of, saved, count)).astype(np.int64)
-        endless = {call.unit for call in structure.calls if call.backward_time == NEVER}
-        self.freed = {
-            unit: saved_bytes
-            for unit, saved_bytes in zip(structure.units, freed.tolist(), strict=True)
-            if saved_bytes >= self.minimum_bytes and unit not in self.left_out and unit not in endless
-        }
-
-    # --- actions ----------------------------------------------------------------------------------------------
+class _Assembly(Rows):
+    """One method for each action."""
 
     def add_recompute(self) -> None:
         """Recomputation: what a call saved is gone until its backward, in which all of it is there at once."""
@@ -202,7 +119,7 @@ class _Assembly:
             row_of: Shape (calls,); the row that a call is a part of, -1 for none.
             peak_bytes: Shape (calls,); its peak.
         """
-        structure, layout = self.structure, self.structure.layout
+        layout = self.structure.layout
         entry = layout.columns["entry"]
         before = self.resident.lasting_bytes + self.resident.old_gradient_bytes
         limit = before + self.value[entry] + peak_bytes
@@ -220,7 +137,7 @@ class _Assembly:
         regions. Measured times of single units would decide differently from run to run: they vary by a tenth.
         """
         flops: float = self.unit_flops[self.structure.layout.index[unit]]
-        return flops + 0.25 * self.freed[unit] + REGION_FLOPS * len(self.calls_of[unit])
+        return float(flops + 0.25 * self.freed[unit] + REGION_FLOPS * len(self.calls_of[unit]))
 
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
@@ -231,7 +148,8 @@ class _Assembly:
         before: dict[str, int] = {}
         chosen: list[list[int]] = []
         for (unit, action), shapes in layout.lean_of.items():
-            spared = sum([saved[i] for i in shapes])
+            one = len(shapes) == 1  # as usual: hundreds of units have thousands of these
+            spared = saved[shapes[0]] if one else sum(saved[i] for i in shapes)
             enough = max(self.minimum_bytes, int(1.02 * before.get(unit, 0)))
             if spared < enough or unit in self.left_out or len(shapes) != len(self.calls_of[unit]):
                 continue
@@ -239,7 +157,7 @@ class _Assembly:
             if action in BORROWING:
                 self.borrows += [(len(self.options), call_of[i]) for i in shapes]
             index = layout.index[unit]
-            rebuilding = self.operations[index] * sum([work[i] for i in shapes])
+            rebuilding = self.operations[index] * (work[shapes[0]] if one else sum(work[i] for i in shapes))
             self._add(index, action, rebuilding, HOOK_SECONDS * len(shapes))
             chosen.append(shapes)
         ones = [shapes[0] for shapes in chosen]
@@ -372,73 +290,3 @@ class _Assembly:
         later = (c.backward_time for c in self.structure.calls if c.region and c.backward_time > call.backward_time)
         times = self.structure.times
         return np.flatnonzero((times >= call.backward_time) & (times < min(later, default=NEVER)) & self.backward)
-
-    # --- the whole --------------------------------------------------------------------------------------------
-
-    def timeline(self, inputs_die: bool) -> Timeline:
-        """Add a position for every call that runs again, which binds only if it does, and one for the update."""
-        structure, value, options = self.structure, self.value, self.options
-        count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
-        again = [structure.calls[i] for i in self.again]
-        relief = self.relief[: len(options)]
-        relief[:, count:-1] = np.take(relief, places, axis=1)
-        relief[:, -1] = 0
-        # These are positions of recomputing: no other option of the unit does anything there.
-        options_of: dict[str, list[int]] = {}
-        for option, choice in enumerate(options):
-            options_of.setdefault(structure.units[choice.unit], []).append(option)
-        mine = [options_of[call.unit] for call in again]
-        columns = np.repeat(np.arange(count, count + len(again)), [len(owned) for owned in mine])
-        relief[[option for owned in mine for option in owned], columns] = 0
-        column_of = {i: column for column, i in enumerate(self.again, count)}
-        for option, i, working in self.runs_again:
-            if i in column_of:
-                # Its own saved tensors are due now; those of the unit's other calls are still spared.
-                relief[option, column_of[i]] = self._others_spared(option, i, self.again[i]) - working
-        more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
-        base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
-        times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
-        backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
-        shared = self._shared(base, np.array(times), backward, inputs_die)
-        labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
-        return Timeline(
-            units=structure.units,
-            parents=structure.parents,
-            options=tuple(options),
-            base_bytes=base,
-            relief_bytes=relief,
-            shared=tuple(shared),
-            labels=(*labels, "optimizer step"),
-            times=times,
-        )
-
-    def _others_spared(self, option: int, index: int, place: int) -> int:
-        """What the other calls of an option's unit spare at a position."""
-        structure = self.structure
-        members = self.calls_of[structure.units[self.options[option].unit]]
-        others = [i for i in members if i != index] if len(members) > 1 else []
-        return sum([self.saved[i] for i in others if structure.alive[i, place]])
-
-    def _shared(
-        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], inputs_die: bool
-    ) -> Sequence[SharedHold]:
-        """What only chosen options hold; takes it out of the base."""
-        structure = self.structure
-        options_of: dict[int, list[int]] = {}
-        for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
-            options_of.setdefault(index, []).append(option)
-        shared = []
-        for loose in structure.loose:
-            size = int(self.value[loose.size])
-            last_use = max(structure.calls[index].out_time for index in loose.holders)
-            # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
-            counted = backward | ((inputs_die or loose.until_time < 0) & (when >= last_use))
-            base -= np.where(counted & (when <= loose.until_time), size, 0)
-            holders: dict[int, NDArray[np.bool_]] = {}
-            for index in loose.holders:
-                for option in options_of.get(index, ()):
-                    until = structure.calls[index].backward_time
-                    holders.setdefault(option, counted & (when <= until))
-            if holders:
-                shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
-        return shared
