@@ -299,16 +299,14 @@ class Search:
         # Identical units make moves alike, of which three moves can use three: leave room for other kinds.
         size = np.maximum(np.abs(moves.relief).max(axis=0, initial=0.0), 1.0)
         kind = np.round(moves.relief[order] / size * 100).astype(np.int64)
-        seen: dict[bytes, int] = {}
-        core: list[int] = []
-        for index, row in zip(order.tolist(), kind, strict=True):
-            key = row.tobytes()
-            seen[key] = seen.get(key, 0) + 1
-            if seen[key] <= ALIKE:
-                core.append(index)
-                if len(core) == CORE:
-                    break
-        return np.array(core, dtype=np.intp)
+        number = np.zeros(len(order), dtype=np.int64)
+        for column in kind.T:
+            number = number * 1_000_003 + column  # equal rows have equal numbers, others hardly ever
+        together = np.argsort(number, kind="stable")
+        first = np.flatnonzero(np.append(True, np.diff(number[together]) != 0))
+        alike = np.empty(len(order), dtype=np.intp)
+        alike[together] = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+        return order[alike < ALIKE][:CORE]
 
     def _independent(self, moves: Moves, core: Ints) -> NDArray[np.bool_]:
         """Which two moves touch different units, shape (core, core)."""

@@ -24,6 +24,9 @@ PROBES = 600
 GOOD_ENOUGH = 4e-3
 """Relative distance to the bound at which a large problem is left alone."""
 
+FAR = 0.25
+"""A start that costs this much more than the best plan by then is not improved any more."""
+
 LARGE = 600
 """Options above which less is tried: one choice more or less matters little among hundreds."""
 
@@ -74,10 +77,16 @@ def solve(timeline: Timeline, budget_bytes: int) -> Found:
         for pick in priced.picks:
             if not any(np.array_equal(pick, known) for known in starts):
                 starts.append(pick)
+        repaired: list[tuple[float, int, Ints]] = []
         for start in starts[: 2 if large else None]:
             search.take(start)
-            if not search.repair():
-                continue
+            if search.repair():
+                repaired.append((search.seconds, len(repaired), search.pick))
+        for seconds, _, pick in sorted(repaired, key=lambda entry: entry[:2]):
+            # Where many units are alike, one start may have them all act that need not: exchanges come too late.
+            if seconds - best_seconds > FAR * abs(best_seconds):
+                break
+            search.take(pick)
             search.improve(priced.prices, splits, rounds)
             if search.seconds < best_seconds:
                 best, best_seconds = search.pick, search.seconds

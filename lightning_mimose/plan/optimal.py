@@ -29,8 +29,10 @@ SCALE = 1e4
 """The largest coefficient of a row: HiGHS's absolute tolerance of 1e-6 is then 1e-10 of it."""
 
 ROW_SCALE = 10.0
-"""The largest coefficient of a budget's row. With larger ones HiGHS corrects its own solutions, loses some of them,
-and prints a stray line that no option silences (HighsMipSolverData::transformNewIntegerFeasibleSolution)."""
+"""The largest coefficient of a budget's row. With larger ones HiGHS corrects its own solutions and loses some of them.
+
+It still corrects one now and then (in one plan of a few hundred), and HiGHS 1.12 (SciPy 1.17) prints a line
+then (HighsMipSolverData::transformNewIntegerFeasibleSolution) that no option silences: ERGO-Code/HiGHS#2783."""
 
 POSITIONS_PER_ROUND = 4
 """How many broken positions enter at a time; neighbours tend to be broken together and to be cured together."""
@@ -151,8 +153,7 @@ class _Program:
             constraints=LinearConstraint(
                 vstack([csr_array(rows), structural], format="csc"), -np.inf, np.append(upper, structural_upper)
             ),
-            # Without presolve: undoing it can make HiGHS print a stray line to stdout, which no option silences
-            # (HighsMipSolverData::transformNewIntegerFeasibleSolution); these programs are solved as fast without.
+            # Without presolve, which has to be undone for each solution: these programs are solved as fast without.
             options={"mip_rel_gap": gap, "time_limit": max(0.01, deadline - time.monotonic()), "presolve": False},
         )
         chosen = None if answer.x is None else self.options[np.asarray(answer.x)[:count] > 0.5]
@@ -221,10 +222,10 @@ def plan_exact(
             plan = plan_of(timeline, chosen)
             return plan if best is None or plan.added_seconds < best.added_seconds else best
         if not program.enter(level, budget_bytes):
-            # Within the solver's tolerance and yet above the budget: ask for the bytes that were missing.
+            # Within the tolerance of the solver and yet above the budget: ask for the bytes missing, then for more.
             for position in np.flatnonzero(level > budget_bytes).tolist():
                 over = int(level[position]) - budget_bytes
-                program.tightened[position] = program.tightened.get(position, 0) + over
+                program.tightened[position] = 2 * program.tightened.get(position, 0) + over
     return best
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, Resident, Structure
-from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+from lightning_mimose.predict.rows import Rows
+from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Structure
+from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do: half of what a layer of BERT was measured to take
@@ -79,140 +80,104 @@ def assemble(
             returns; otherwise it is taken to live until backward.
         extras: What else may be planned.
     """
-    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out)
+    extras = extras or Extras()
+    kinds = len(structure.grades) + 3 + len(extras.smaller)
+    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out, kinds)
     assembly.add_recompute()
     assembly.add_lean()
     assembly.add_recompute_lean(*RECOMPUTE_LEAN)
-    if extras is not None and extras.link is not None:
+    if extras.link is not None:
         assembly.add_offload(extras.link)
-    for chunks, smaller in extras.smaller.items() if extras is not None else ():
+    for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
     return assembly.timeline(inputs_die)
 
 
-class _Assembly:
-    """The options of one timeline while they are added."""
-
-    def __init__(
-        self,
-        structure: Structure,
-        values: NDArray[np.float64],
-        resident: Resident,
-        seconds_per_flop: float,
-        minimum_share: float,
-        left_out: frozenset[str],
-    ) -> None:
-        self.structure, self.values, self.resident = structure, values, resident
-        self.seconds_per_flop, self.left_out = seconds_per_flop, left_out
-        column, entry, backward, made = structure.arrays
-        self.value = np.rint(values).astype(np.int64)
-        padded = np.append(self.value, 0)
-        before = resident.old_gradient_bytes
-        if resident.zeroes_gradients:
-            gradients = np.where(backward, made, before)
-        elif structure.old_gradient_bytes == before:
-            gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
-        else:
-            gradients = np.maximum(made, before)
-        self.level: NDArray[np.int64] = padded[column] + padded[entry]
-        self.entry: NDArray[np.int64] = padded[entry]
-        self.base: NDArray[np.int64] = resident.lasting_bytes + self.level + gradients
-        self.backward, self.made = backward, made
-        self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
-        # Gradients at a call's backward position also count while it is recomputed.
-        self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
-        self.calls_of: dict[str, list[int]] = {}
-        for i, call in enumerate(structure.calls):
-            self.calls_of.setdefault(call.unit, []).append(i)
-        self.options: list[Option] = []
-        self.relief: list[NDArray[np.int64]] = []
-        self.runs_again: list[tuple[int, int, int]] = []
-        """(option, call, what its recomputation takes)."""
-        self.borrows: list[tuple[int, int]] = []
-        """(option, call) that keeps the call's arguments alive besides those that run again."""
-
-    def _add(self, unit: int, action: str, flops: float, row: NDArray[np.int64], seconds: float = 0.0) -> None:
-        self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
-        self.relief.append(row)
-
-    def _row(self) -> NDArray[np.int64]:
-        return np.zeros(len(self.structure.positions), dtype=np.int64)
-
-    def _freed(self, unit: str) -> int:
-        """Bytes between forward and backward that only this unit keeps; 0 if it cannot or need not be planned."""
-        structure = self.structure
-        members = self.calls_of[unit]
-        saved = sum(int(self.value[structure.calls[i].saved]) for i in members if structure.spared[i])
-        ends = all(structure.calls[i].backward_time != NEVER for i in members)
-        return saved if ends and saved >= self.minimum_bytes and unit not in self.left_out else 0
-
-    # --- actions ----------------------------------------------------------------------------------------------
+class _Assembly(Rows):
+    """One method for each action."""
 
     def add_recompute(self) -> None:
         """Recomputation: what a call saved is gone until its backward, in which all of it is there at once."""
-        structure, value = self.structure, self.value
-        for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
-            if not saved:
-                continue
-            row = self._row()
-            for i in self.calls_of[unit]:
-                call = structure.calls[i]
-                self.runs_again.append((len(self.options), i, int(value[call.working])))
-                if structure.spared[i]:
-                    row += structure.alive[i] * value[call.saved]
-                    if call.entry >= 0:
-                        row += self._in_forward(call, int(value[call.lean]))
-            self._add(index, "recompute", self._recomputing(unit, saved), row)
+        structure, columns, first = self.structure, self.structure.layout.columns, len(self.options)
+        members = [self.calls_of[unit] for unit in self.freed]
+        self._spare(first, [calls[0] for calls in members], [self.saved[calls[0]] for calls in members])
+        row_of = np.full(len(structure.calls), -1, dtype=np.intp)
+        for row, unit in enumerate(self.freed, first):
+            calls = self.calls_of[unit]
+            for i in calls[1:]:
+                self.relief[row, : len(structure.positions)] += structure.alive[i] * self.saved[i]
+            for i in calls:
+                self.runs_again.append((row, i, self.working[i]))
+                row_of[i] = row if structure.spared[i] else -1
+            self._add(structure.layout.index[unit], "recompute", self._recomputing(unit))
+        self._spare_in_forward(row_of, self.value[columns["lean"]])
 
-    def _in_forward(self, call: CallShape, peak_bytes: int) -> NDArray[np.int64]:
-        """What is spared inside a call's forward if it has a peak of its own, above its start."""
-        inside = (call.in_time <= self.structure.times) & (self.structure.times < call.out_time) & ~self.backward
+    def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
+        """What is spared inside a call's forward if it has a peak of its own, above its start.
+
+        Args:
+            row_of: Shape (calls,); the row that a call is a part of, -1 for none.
+            peak_bytes: Shape (calls,); its peak.
+        """
+        layout = self.structure.layout
+        entry = layout.columns["entry"]
         before = self.resident.lasting_bytes + self.resident.old_gradient_bytes
-        limit = before + self.value[call.entry] + peak_bytes
-        spared: NDArray[np.int64] = np.where(inside, np.maximum(self.base - limit, 0), 0)
-        return spared
+        limit = before + self.value[entry] + peak_bytes
+        call, position = layout.in_forward
+        here = ((row_of >= 0) & (entry >= 0))[call]
+        call, position = call[here], position[here]
+        spared = np.maximum(self.base[position] - limit[call], 0)
+        np.add.at(self.relief, (row_of[call], position), spared)
 
-    def _recomputing(self, unit: str, saved_bytes: int) -> float:
+    def _recomputing(self, unit: str) -> float:
         """What recomputing a unit costs, in operations.
 
         Operations decide. Element-wise work is about the same per byte that is freed, whichever units free it, so
         it hardly changes the choice; counted lightly, with a region's fixed cost, it breaks ties towards few large
         regions. Measured times of single units would decide differently from run to run: they vary by a tenth.
         """
-        members = [self.structure.calls[i] for i in self.calls_of[unit]]
-        return sum(float(self.values[c.flops]) for c in members) + 0.25 * saved_bytes + REGION_FLOPS * len(members)
-
-    def _rebuilding(self, unit: str, work: float) -> float:
-        """What recipes cost, in the operations of `_recomputing`: those stand for the unit's element-wise work too."""
-        members = [self.structure.calls[i] for i in self.calls_of[unit]]
-        flops = sum(float(self.values[call.flops]) for call in members)
-        besides = sum(float(self.values[call.besides]) for call in members)
-        return work * flops / (flops + besides) if flops > 0 else work
+        flops: float = self.unit_flops[self.structure.layout.index[unit]]
+        return float(flops + 0.25 * self.freed[unit] + REGION_FLOPS * len(self.calls_of[unit]))
 
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
-        structure, value = self.structure, self.value
-        index = {unit: i for i, unit in enumerate(structure.units)}
-        by_option: dict[tuple[str, str], list[LeanShape]] = {}
-        for shape in structure.lean:
-            by_option.setdefault((structure.calls[shape.call].unit, shape.action), []).append(shape)
+        structure, layout, first = self.structure, self.structure.layout, len(self.options)
+        saved: list[int] = self.value[layout.lean_columns[0]].tolist()
+        work: list[float] = self.values[layout.lean_columns[1]].tolist()
+        call_of = [shape.call for shape in structure.lean]
         before: dict[str, int] = {}
-        for (unit, action), shapes in by_option.items():
-            saved = sum(int(value[shape.saved]) for shape in shapes)
+        chosen: list[list[int]] = []
+        for (unit, action), shapes in layout.lean_of.items():
+            one = len(shapes) == 1  # as usual: hundreds of units have thousands of these
+            spared = saved[shapes[0]] if one else sum(saved[i] for i in shapes)
             enough = max(self.minimum_bytes, int(1.02 * before.get(unit, 0)))
-            if unit in self.left_out or len(shapes) != len(self.calls_of[unit]) or saved < enough:
+            if spared < enough or unit in self.left_out or len(shapes) != len(self.calls_of[unit]):
                 continue
-            before[unit] = saved
-            row = self._row()
-            for shape in shapes:
-                row += structure.alive[shape.call] * value[shape.saved]
-                for position, own in shape.positions:
-                    row[position] = self.level[position] - value[own] - self.entry[position]
+            before[unit] = spared
             if action in BORROWING:
-                self.borrows += [(len(self.options), shape.call) for shape in shapes]
-            work = sum(float(self.values[shape.work]) for shape in shapes)
-            self._add(index[unit], action, self._rebuilding(unit, work), row, HOOK_SECONDS * len(shapes))
+                self.borrows += [(len(self.options), call_of[i]) for i in shapes]
+            index = layout.index[unit]
+            rebuilding = self.operations[index] * (work[shapes[0]] if one else sum(work[i] for i in shapes))
+            self._add(index, action, rebuilding, HOOK_SECONDS * len(shapes))
+            chosen.append(shapes)
+        ones = [shapes[0] for shapes in chosen]
+        self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones])
+        self._alter(ones, range(first, first + len(ones)))
+        for row, shapes in enumerate(chosen, first):
+            for i in shapes[1:]:
+                self.relief[row, : len(structure.positions)] += structure.alive[call_of[i]] * saved[i]
+                self._alter([i], [row])
+
+    def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
+        """Where lean saves change what is alive inside a call: the rows that each of `shapes` is about."""
+        if not len(shapes):
+            return
+        shape, position, own = self.structure.layout.lean_positions
+        row_of = np.full(len(self.structure.lean), -1, dtype=np.intp)
+        row_of[list(shapes)] = rows
+        here = row_of[shape] >= 0
+        at = position[here]
+        self.relief[row_of[shape[here]], at] = self.level[at] - self.value[own[here]] - self.entry[at]
 
     def add_recompute_lean(self, grade: str, action: str) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
@@ -221,27 +186,32 @@ class _Assembly:
             grade: The grade of lean saves inside.
             action: Name of the action.
         """
-        structure, value = self.structure, self.value
+        structure, layout, count = self.structure, self.structure.layout, len(self.structure.positions)
         plain = {option.unit: i for i, option in enumerate(self.options) if option.action == "recompute"}
-        index = {unit: i for i, unit in enumerate(structure.units)}
-        shapes = {shape.call: shape for shape in structure.lean if shape.action == grade}
+        of_call = {shape.call: i for i, shape in enumerate(structure.lean) if shape.action == grade}
+        work: list[float] = self.values[layout.lean_columns[1]].tolist()
+        shape, position, own = layout.lean_positions
+        alive, forward = self.value[own], ~self.backward[position]
+        peak = np.zeros(len(structure.lean), dtype=np.int64)
+        np.maximum.at(peak, shape[forward], alive[forward])
+        peaks: list[int] = peak.tolist()
+        row_of = np.full(len(structure.lean), -1, dtype=np.intp)
         for unit, members in self.calls_of.items():
-            if index[unit] not in plain or not all(i in shapes for i in members):
+            index = layout.index[unit]
+            if index not in plain or not all(i in of_call for i in members):
                 continue
-            row, work = self.relief[plain[index[unit]]].copy(), 0.0
+            row = len(self.options)
+            self.relief[row, :count] = self.relief[plain[index], :count]
+            rebuilding = 0.0
             for i in members:
-                shape = shapes[i]
-                work += self._rebuilding(unit, float(self.values[shape.work]))
-                peaks = [0]
-                for position, own in shape.positions:
-                    if self.backward[position]:
-                        row[position] += max(0, int(self.level[position] - value[own]))
-                    else:
-                        peaks.append(int(value[own]))
-                working = min(int(value[structure.calls[i].working]), max(peaks))
-                self.runs_again.append((len(self.options), i, working))
-            saved = self._freed(unit)
-            self._add(index[unit], action, self._recomputing(unit, saved) + work, row, HOOK_SECONDS * len(members))
+                mine = of_call[i]
+                row_of[mine] = row
+                rebuilding += self.operations[index] * work[mine]
+                self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
+            self._add(index, action, self._recomputing(unit) + rebuilding, HOOK_SECONDS * len(members))
+        here = ~forward & (row_of[shape] >= 0)
+        spared = np.maximum(self.level[position[here]] - alive[here], 0)
+        np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)
 
     def add_offload(self, link: Link) -> None:
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.
@@ -251,7 +221,7 @@ class _Assembly:
         """
         structure, taken = self.structure, 0
         for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
+            saved = self.freed.get(unit, 0)
             if not saved or taken + saved > link.host_bytes:
                 continue
             taken += saved if structure.parents[index] < 0 else 0  # what nested units move, their parents would
@@ -266,7 +236,7 @@ class _Assembly:
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
                     row += (away & structure.alive[i]) * self.value[call.saved]
-            self._add(index, "offload", 0.0, row, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
+            self._add(index, "offload", 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
         """The call that returns next at the earliest, and so the one whose backward brings the copies back."""
@@ -289,8 +259,10 @@ class _Assembly:
         structure, value = self.structure, self.value
         small = np.rint(smaller).astype(np.int64)
         column = structure.arrays[0]
+        row_of = np.full(len(structure.calls), -1, dtype=np.intp)
+        peak = np.zeros(len(structure.calls), dtype=np.int64)
         for index, unit in enumerate(structure.units):
-            saved = self._freed(unit)
+            saved = self.freed.get(unit, 0)
             members = [structure.calls[i] for i in self.calls_of[unit]]
             if not saved or not all(call.region for call in members):
                 continue
@@ -300,7 +272,7 @@ class _Assembly:
                 # what was given, and a second gradient of every parameter while it is added to the first.
                 returned, given = 2 * int(value[call.returned]), 2 * int(value[call.given])
                 row += structure.alive[i] * value[call.saved]
-                row += self._in_forward(call, int(small[call.lean]) + returned)
+                row_of[i], peak[i] = len(self.options), int(small[call.lean]) + returned
                 inside = self._in_backward(call)
                 made = self.made[inside]
                 more = given + (int(made.max()) - made if len(made) else 0)
@@ -310,87 +282,11 @@ class _Assembly:
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
             seconds = chunks * HOOK_SECONDS * len(members)
-            self._add(index, f"split{chunks}", self._recomputing(unit, saved), row, seconds)
+            self._add(index, f"split{chunks}", self._recomputing(unit), seconds)
+        self._spare_in_forward(row_of, peak)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""
         later = (c.backward_time for c in self.structure.calls if c.region and c.backward_time > call.backward_time)
         times = self.structure.times
         return np.flatnonzero((times >= call.backward_time) & (times < min(later, default=NEVER)) & self.backward)
-
-    # --- the whole --------------------------------------------------------------------------------------------
-
-    def timeline(self, inputs_die: bool) -> Timeline:
-        """Add a position for every recomputation, which binds only if it is chosen, and one for the update."""
-        structure, value, options = self.structure, self.value, self.options
-        places = {p.time: i for i, p in enumerate(structure.positions) if p.backward}
-        matrix = np.array(self.relief, dtype=np.int64).reshape(len(options), len(structure.positions))
-        more_base, more_columns, labels = [], [], []
-        times, backward = structure.times.tolist(), self.backward.tolist()
-        for option, index, working in self.runs_again:
-            call = structure.calls[index]
-            place = places.get(call.backward_time)
-            if place is None:
-                continue
-            column = matrix[:, place].copy()
-            # Its own saved tensors are due now; those of the unit's other calls are still spared.
-            column[option] = self._others_spared(option, index, place) - working
-            for other, choice in enumerate(options):
-                if other != option and choice.unit == options[option].unit:
-                    column[other] = 0  # this position is one of recomputing
-            more_base.append(self.own[call.backward_time] + int(value[call.before_backward]))
-            more_columns.append(column)
-            times.append(call.backward_time)
-            backward.append(True)
-            labels.append(f"recomputation of {call.key}")
-        more_base.append(self.resident.update_bytes)
-        more_columns.append(np.zeros(len(options), dtype=np.int64))
-        times.append(-1)
-        backward.append(False)
-        labels.append("optimizer step")
-        base = np.concatenate([self.base, np.array(more_base, dtype=np.int64)])
-        shared = self._shared(base, np.array(times), np.array(backward), inputs_die)
-        return Timeline(
-            units=structure.units,
-            parents=structure.parents,
-            options=tuple(options),
-            base_bytes=base,
-            relief_bytes=np.concatenate([matrix, np.array(more_columns, dtype=np.int64).T], axis=1),
-            shared=tuple(shared),
-            labels=(*(p.label for p in structure.positions), *labels),
-            times=tuple(times),
-        )
-
-    def _others_spared(self, option: int, index: int, place: int) -> int:
-        """What the other calls of an option's unit spare at a position."""
-        structure = self.structure
-        others = (i for i in self.calls_of[structure.units[self.options[option].unit]] if i != index)
-        return sum(
-            int(self.value[structure.calls[i].saved])
-            for i in others
-            if structure.spared[i] and structure.alive[i, place]
-        )
-
-    def _shared(
-        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], inputs_die: bool
-    ) -> Sequence[SharedHold]:
-        """What only chosen options hold; takes it out of the base."""
-        structure = self.structure
-        options_of: dict[int, list[int]] = {}
-        for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
-            options_of.setdefault(index, []).append(option)
-        shared = []
-        for loose in structure.loose:
-            size = int(self.value[loose.size])
-            last_use = max(structure.calls[index].out_time for index in loose.holders)
-            # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
-            counted = backward | ((inputs_die or loose.until_time < 0) & (when >= last_use))
-            base -= np.where(counted & (when <= loose.until_time), size, 0)
-            holders: dict[int, NDArray[np.bool_]] = {}
-            for index in loose.holders:
-                for option in options_of.get(index, ()):
-                    until = structure.calls[index].backward_time
-                    holders.setdefault(option, counted & (when <= until))
-            if holders:
-                shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
-        return shared

@@ -131,7 +131,8 @@ class Estimator:
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
             inner = (k for k in known if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, next(iter(known))))
-        self._latest, self._rate = structure, None
+        # The very object that is a key: comparing two equal ones takes milliseconds.
+        self._latest, self._rate = next(s for s in self._observed if s == structure), None
         self._fits.clear()
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:

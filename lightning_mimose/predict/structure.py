@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.layout import Layout
+
 NEVER = 1 << 60
 """The time of an event that does not happen."""
 
@@ -259,6 +261,11 @@ class Structure:
         backward = np.array([c.backward_time for c in self.calls]).reshape(-1, 1)
         alive: NDArray[np.bool_] = (out <= times) & (times < backward)
         return alive
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What its shape alone decides, as arrays."""
+        return Layout(self)
 
     @cached_property
     def spared(self) -> NDArray[np.bool_]:

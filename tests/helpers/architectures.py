@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -429,6 +430,12 @@ def train(
             done.peaks.append(meter.peak_bytes)
             done.residents.append(meter.resident_bytes)
     return done
+
+
+@cache
+def trained_plainly(name: str) -> Trained:
+    """An architecture trained without a budget: once for all the tests that compare with it and change nothing."""
+    return train(ARCHITECTURES[name].build, ARCHITECTURES[name].batches())
 
 
 def equal(one: Trained, other: Trained) -> bool:

@@ -17,7 +17,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback
 from lightning_mimose.errors import UnitsError
-from tests.helpers.architectures import ARCHITECTURES, SOUND, Trained, equal, recompute_all, tokens, train
+from tests.helpers.architectures import (
+    ARCHITECTURES,
+    SOUND,
+    Trained,
+    equal,
+    recompute_all,
+    tokens,
+    train,
+    trained_plainly,
+)
 from tests.helpers.fits import same
 from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Batch, Task, loader, quiet_trainer
@@ -63,8 +72,7 @@ def saved(done: Trained) -> list[int]:
 @pytest.mark.parametrize("name", by_family())
 def test_an_architecture_trains_the_same_in_less_memory(name: str) -> None:
     """Losses, weights and buffers bit for bit; every step within the budget, sheltered or planned."""
-    architecture = ARCHITECTURES[name]
-    plain = train(architecture.build, architecture.batches())
+    plain = trained_plainly(name)
     done, budget = budgeted(name, plain)
     assert equal(plain, done)
     assert max(done.peaks) <= budget < max(plain.peaks)

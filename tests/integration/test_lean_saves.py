@@ -12,7 +12,7 @@ from lightning_mimose import Mimose
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.bench.meter import PeakMeter
 from lightning_mimose.predict.timeline import Timeline
-from tests.helpers.architectures import ARCHITECTURES, equal, train
+from tests.helpers.architectures import ARCHITECTURES, equal, train, trained_plainly
 
 AREA = "Lean saves"
 
@@ -38,7 +38,7 @@ def everywhere(grade: str) -> Callable[[Timeline, int], dict[str, str]]:
 def test_every_block_lean(name: str, grade: str) -> None:
     """Losses, weights and buffers bit for bit, a lower peak, and a prediction that is hardly ever too low."""
     architecture = ARCHITECTURES[name]
-    plain = train(architecture.build, architecture.batches())
+    plain = trained_plainly(name)
     done = train(architecture.build, architecture.batches(), "1GB", planner=everywhere(grade))
     assert equal(plain, done)
     assert done.mimose is not None
@@ -60,8 +60,7 @@ def test_every_block_lean(name: str, grade: str) -> None:
 def test_a_budget_is_kept_without_recomputing(name: str) -> None:
     """Once planning has begun; the steps before it recompute."""
     architecture = ARCHITECTURES[name]
-    batches = architecture.batches()
-    plain = train(architecture.build, batches)
+    batches, plain = architecture.batches(), trained_plainly(name)
     budget = plain.budget(0.75)
     done = train(architecture.build, [*batches, *batches], budget, actions=["lean"])
     assert done.mimose is not None

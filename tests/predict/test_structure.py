@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose import Mimose
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
-from lightning_mimose.predict.assemble import assemble
+from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
@@ -63,6 +64,33 @@ def observed(model: nn.Module, batch: Any) -> Observation:
     seen = observe(recorded(model, batch), batch_bytes(batch))
     model.zero_grad(set_to_none=True)
     return seen
+
+
+def test_each_row_is_written_whole_and_each_recomputation_has_one_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are not cleared before they are filled: what the memory held before must not matter, with all actions."""
+    model = TinyText()
+    with Mimose(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), 0.1), loss_fn=model_loss) as mimose:
+        for tokens in (24, 16, 32, 20, 28, 44):
+            mimose.step(text_batch(4, tokens))
+        _, seen = mimose._advisor.timeline(text_batch(4, 44))
+    empty, made = np.empty, []
+    extras = Extras(Link(1e9, 1 << 40, frees=True), {2: 0.5 * seen.values, 4: 0.25 * seen.values})
+    resident = Resident(1000, 0, zeroes_gradients=True, update_bytes=1000)
+
+    for garbage in (0, 12345):
+
+        def filled(*args: Any, garbage: int = garbage, **options: Any) -> Any:
+            array = empty(*args, **options)
+            array.fill(garbage)
+            return array
+
+        monkeypatch.setattr(np, "empty", filled)
+        made.append(assemble(seen.structure, seen.values, resident, seconds_per_flop=1, minimum_share=0, extras=extras))
+    monkeypatch.undo()
+    assert {option.action for option in made[0].options} >= {"recompute", "recompute+lean", "offload", "split4"}
+    assert (made[0].relief_bytes == made[1].relief_bytes).all()
+    again = [label for label in made[0].labels if label.startswith("recomputation of ")]
+    assert len(again) == len(set(again)) > 1
 
 
 def plans(seen: Observation, timeline: Timeline, most: int) -> list[dict[str, str]]:

@@ -1,0 +1,85 @@
+"""What only the shape of a step decides, as flat arrays: computed once, used for every size's timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from lightning_mimose.predict.structure import Structure
+
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The calls, units and positions of a structure by number.
+
+    Attributes:
+        structure: Whose layout it is.
+    """
+
+    structure: Structure
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Unit -> its number."""
+        return {unit: i for i, unit in enumerate(self.structure.units)}
+
+    @cached_property
+    def calls_of(self) -> dict[str, list[int]]:
+        """Unit -> its calls."""
+        found: dict[str, list[int]] = {}
+        for i, call in enumerate(self.structure.calls):
+            found.setdefault(call.unit, []).append(i)
+        return found
+
+    @cached_property
+    def unit_of(self) -> Ints:
+        """Shape (calls,); the number of each call's unit."""
+        return np.array([self.index[call.unit] for call in self.structure.calls], dtype=np.intp)
+
+    @cached_property
+    def columns(self) -> dict[str, Ints]:
+        """Field of a call -> shape (calls,), each call's column; -1 for none."""
+        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean")
+        return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
+
+    @cached_property
+    def backward_at(self) -> dict[int, int]:
+        """Time -> position in backward."""
+        structure = self.structure
+        return {p.time: i for i, p in enumerate(structure.positions) if p.backward}
+
+    @cached_property
+    def in_forward(self) -> tuple[Ints, Ints]:
+        """Every pair of a call and a position inside its forward: calls, positions."""
+        structure, times, forward = self.structure, self.structure.times, ~self.structure.arrays[2]
+        inside = [np.flatnonzero((c.in_time <= times) & (times < c.out_time) & forward) for c in structure.calls]
+        call = np.repeat(np.arange(len(inside)), [len(positions) for positions in inside])
+        return call, np.concatenate([np.zeros(0, dtype=np.intp), *inside])
+
+    @cached_property
+    def lean_of(self) -> dict[tuple[str, str], list[int]]:
+        """(unit, grade) -> numbers of its lean shapes, one for each call of the unit."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for i, shape in enumerate(self.structure.lean):
+            found.setdefault((self.structure.calls[shape.call].unit, shape.action), []).append(i)
+        return found
+
+    @cached_property
+    def lean_columns(self) -> tuple[Ints, Ints]:
+        """Shape (lean shapes,) each: the columns of what is spared and of the work of rebuilding it."""
+        lean = self.structure.lean
+        return np.array([s.saved for s in lean], dtype=np.intp), np.array([s.work for s in lean], dtype=np.intp)
+
+    @cached_property
+    def lean_positions(self) -> tuple[Ints, Ints, Ints]:
+        """All positions of lean shapes in a row: number of the shape, position, column."""
+        flat = [(i, *pair) for i, shape in enumerate(self.structure.lean) for pair in shape.positions]
+        shape, position, column = np.array(flat, dtype=np.intp).reshape(-1, 3).T.copy()
+        return shape, position, column

@@ -1,0 +1,179 @@
+"""The options of a timeline while they are added: a row of relief for each, and positions that only they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.structure import NEVER, Resident, Structure
+from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+
+
+class Rows:
+    """What a step is without any option, and room for those that are added.
+
+    Args:
+        structure: Its shape.
+        values: Shape (columns,); the fitted columns for its size.
+        resident: What is alive besides activations.
+        seconds_per_flop: Rate at which this device recomputes.
+        minimum_share: Units that save less than this share of the activation peak are left alone.
+        left_out: Units that must not be recomputed.
+        kinds: Options that a unit may have at most.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        values: NDArray[np.float64],
+        resident: Resident,
+        seconds_per_flop: float,
+        minimum_share: float,
+        left_out: frozenset[str],
+        kinds: int,
+    ) -> None:
+        self.structure, self.resident = structure, resident
+        self.seconds_per_flop, self.left_out = seconds_per_flop, left_out
+        column, entry, backward, made = structure.arrays
+        self.value = np.rint(values).astype(np.int64)
+        self.values = values
+        padded = np.append(self.value, 0)
+        before = resident.old_gradient_bytes
+        if resident.zeroes_gradients:
+            gradients = np.where(backward, made, before)
+        elif structure.old_gradient_bytes == before:
+            gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
+        else:
+            gradients = np.maximum(made, before)
+        self.level: NDArray[np.int64] = padded[column] + padded[entry]
+        self.entry: NDArray[np.int64] = padded[entry]
+        self.base: NDArray[np.int64] = resident.lasting_bytes + self.level + gradients
+        self.backward, self.made = backward, made
+        self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
+        # Gradients at a call's backward position also count while it is recomputed.
+        self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
+        self.calls_of = structure.layout.calls_of
+        self._look_at_calls(values)
+        # Every recomputation has a position besides; there is one for the update.
+        places = structure.layout.backward_at
+        self.again = {
+            i: places[structure.calls[i].backward_time]
+            for unit in self.freed
+            for i in self.calls_of[unit]
+            if structure.calls[i].backward_time in places
+        }
+        self.options: list[Option] = []
+        # Tens of megabytes for hundreds of units: each row is written once, where it stays.
+        self.relief = np.empty(
+            (kinds * len(structure.units), len(structure.positions) + len(self.again) + 1), dtype=np.int64
+        )
+        self.runs_again: list[tuple[int, int, int]] = []
+        """(option, call, what its recomputation takes)."""
+        self.borrows: list[tuple[int, int]] = []
+        """(option, call) that keeps the call's arguments alive besides those that run again."""
+
+    def _add(self, unit: int, action: str, flops: float, seconds: float = 0.0) -> None:
+        self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
+
+    def _row(self) -> NDArray[np.int64]:
+        """The row of the option that is added next, without the positions of recomputations; zeros."""
+        row = self.relief[len(self.options), : len(self.structure.positions)]
+        row[:] = 0
+        return row
+
+    def _spare(self, first: int, calls: Sequence[int], spared_bytes: Sequence[int]) -> None:
+        """Fill the rows from `first` on, one for each call: it spares these bytes wherever what it saves is alive."""
+        rows = self.relief[first : first + len(calls), : len(self.structure.positions)]
+        np.multiply(self.structure.alive[list(calls)], np.array(spared_bytes, np.int64).reshape(-1, 1), out=rows)
+
+    def _look_at_calls(self, values: NDArray[np.float64]) -> None:
+        """What every call saves and needs, and what every unit's calls do so together."""
+        structure, layout = self.structure, self.structure.layout
+        count, unit_of = len(structure.units), layout.unit_of
+        saved = self.value[layout.columns["saved"]] * structure.spared
+        self.saved: list[int] = saved.tolist()
+        self.working: list[int] = self.value[layout.columns["working"]].tolist()
+        flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
+        whole = flops + np.bincount(unit_of, values[layout.columns["besides"]], count)
+        self.unit_flops: list[float] = flops.tolist()
+        # What recipes cost is told in the operations of `_recomputing`: those stand for element-wise work too.
+        self.operations: list[float] = np.where(flops > 0, flops / np.where(whole > 0, whole, 1.0), 1.0).tolist()
+        # Bytes between forward and backward that only a unit keeps, where it can and need be planned.
+        freed = np.rint(np.bincount(unit_of, saved, count)).astype(np.int64)
+        endless = {call.unit for call in structure.calls if call.backward_time == NEVER}
+        self.freed = {
+            unit: saved_bytes
+            for unit, saved_bytes in zip(structure.units, freed.tolist(), strict=True)
+            if saved_bytes >= self.minimum_bytes and unit not in self.left_out and unit not in endless
+        }
+
+    def timeline(self, inputs_die: bool) -> Timeline:
+        """Add a position for every call that runs again, which binds only if it does, and one for the update."""
+        structure, value, options = self.structure, self.value, self.options
+        count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
+        again = [structure.calls[i] for i in self.again]
+        relief = self.relief[: len(options)]
+        relief[:, count:-1] = np.take(relief, places, axis=1)
+        relief[:, -1] = 0
+        # These are positions of recomputing: no other option of the unit does anything there.
+        options_of: dict[str, list[int]] = {}
+        for option, choice in enumerate(options):
+            options_of.setdefault(structure.units[choice.unit], []).append(option)
+        mine = [options_of[call.unit] for call in again]
+        columns = np.repeat(np.arange(count, count + len(again)), [len(owned) for owned in mine])
+        relief[[option for owned in mine for option in owned], columns] = 0
+        column_of = {i: column for column, i in enumerate(self.again, count)}
+        # Its own saved tensors are due now; those of the unit's other calls are still spared.
+        due = [(o, column_of[i], self._others_spared(i) - takes) for o, i, takes in self.runs_again if i in column_of]
+        options_, columns, amounts = np.array(due, dtype=np.int64).reshape(-1, 3).T
+        relief[options_, columns] = amounts
+        more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
+        base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
+        times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
+        backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
+        shared = self._shared(base, np.array(times), backward, inputs_die)
+        labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
+        return Timeline(
+            units=structure.units,
+            parents=structure.parents,
+            options=tuple(options),
+            base_bytes=base,
+            relief_bytes=relief,
+            shared=tuple(shared),
+            labels=(*labels, "optimizer step"),
+            times=times,
+        )
+
+    def _others_spared(self, index: int) -> int:
+        """What the other calls of a call's unit spare when that call runs again."""
+        members = self.calls_of[self.structure.calls[index].unit]
+        if len(members) == 1:
+            return 0
+        alive, place = self.structure.alive, self.again[index]
+        return sum(self.saved[i] for i in members if i != index and alive[i, place])
+
+    def _shared(
+        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], inputs_die: bool
+    ) -> Sequence[SharedHold]:
+        """What only chosen options hold; takes it out of the base."""
+        structure = self.structure
+        options_of: dict[int, list[int]] = {}
+        for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
+            options_of.setdefault(index, []).append(option)
+        shared = []
+        for loose in structure.loose:
+            size = int(self.value[loose.size])
+            last_use = max(structure.calls[index].out_time for index in loose.holders)
+            # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
+            counted = backward | ((inputs_die or loose.until_time < 0) & (when >= last_use))
+            base -= np.where(counted & (when <= loose.until_time), size, 0)
+            holders: dict[int, NDArray[np.bool_]] = {}
+            for index in loose.holders:
+                for option in options_of.get(index, ()):
+                    until = structure.calls[index].backward_time
+                    holders.setdefault(option, counted & (when <= until))
+            if holders:
+                shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
+        return shared
