@@ -141,7 +141,7 @@ class Advisor(Forecast):
         """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.
 
         In a planned step that is the peak it is predicted to have anyway. In a sheltered one it is the budget, judged
-        by the sizes measured so far; a larger size is taken to need quadratically more.
+        by the nearest size that was measured; a larger one is taken to need quadratically more.
 
         Args:
             size: The batch's size.
@@ -155,37 +155,37 @@ class Advisor(Forecast):
                 return float(value[call.lean] + value[call.given] + 2 * value[call.returned])
             return float(value[call.working])
 
-        prediction = self.estimator.predict(dict(size.dims))
-        if advice.plan is not None and prediction is not None and advice.predicted_peak_bytes is not None:
-            room = advice.predicted_peak_bytes - resident.total_bytes
-            value = prediction.values
-            spared = self._spared_before(prediction, resident, advice.plan)
-            return {
-                call.unit
-                for call in prediction.structure.calls
-                if call.region and value[call.entry] - spared(call) + TRIAL_SHARE * trial(call, value) <= room
-            }
         if advice.plan is not None:
-            return set()
+            prediction = self.estimator.predict(dict(size.dims))
+            if prediction is None or advice.predicted_peak_bytes is None:
+                return set()
+            room = advice.predicted_peak_bytes - resident.total_bytes
+            return self._beside(prediction, resident, advice.plan.actions, room, trial)
         wanted = dict(size.dims)
-        for dims, structure, values in self.estimator.observations():
-            if dims.keys() != wanted.keys():
-                continue
-            # Dimensions of the same lengths are one: tokens and their mask.
-            grown = prod(
-                max(1.0, now / seen) ** 2 for now, seen in {(wanted[name], seen) for name, seen in dims.items()}
-            )
-            timeline = self._timeline(Prediction(structure, values, 0.0, False), resident)
-            peak = self._shelter_bytes(timeline) - resident.total_bytes
-            largest = max((trial(call, values) for call in structure.calls if call.region), default=0.0)
-            if resident.total_bytes + grown * (peak + largest) <= self.budget_bytes:
-                return {call.unit for call in structure.calls if call.region}
-        return set()
+        alike = [each for each in self.estimator.observations() if each[0].keys() == wanted.keys()]
+        if not alike:
+            return set()
 
-    def _spared_before(self, prediction: Prediction, resident: Resident, plan: Plan) -> Callable[[CallShape], int]:
-        """What the units before a call do not keep, under a plan, when it begins."""
-        structure, timeline = prediction.structure, self._timeline(prediction, resident)
-        chosen = [each for each in plan.actions.items() if each in timeline.option_index]
+        def growth(seen: Mapping[str, int]) -> float:
+            # Dimensions of the same lengths are one: tokens and their mask.
+            return prod(max(1.0, now / then) ** 2 for now, then in {(wanted[name], seen[name]) for name in seen})
+
+        dims, structure, values = min(alike, key=lambda each: growth(each[0]))
+        room = int((self.budget_bytes - resident.total_bytes) / growth(dims))
+        return self._beside(Prediction(structure, values, 0.0, False), resident, self.shelter, room, trial)
+
+    def _beside(
+        self,
+        prediction: Prediction,
+        resident: Resident,
+        actions: Mapping[str, str],
+        room_bytes: int,
+        trial: Callable[[CallShape, NDArray[np.float64]], float],
+    ) -> set[str]:
+        """Units whose trial fits into a room, beside what the units before them keep."""
+        structure, values = prediction.structure, prediction.values
+        timeline = self._timeline(prediction, resident)
+        chosen = [each for each in actions.items() if each in timeline.option_index]
         backward = structure.arrays[2]
 
         def spared(call: CallShape) -> int:
@@ -196,7 +196,11 @@ class Advisor(Forecast):
             ]
             return int(timeline.relief_bytes[others][:, inside].sum(axis=0).min()) if inside.size else 0
 
-        return spared
+        return {
+            call.unit
+            for call in structure.calls
+            if call.region and values[call.entry] - spared(call) + TRIAL_SHARE * trial(call, values) <= room_bytes
+        }
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.

@@ -107,8 +107,8 @@ def rows(
         }
         measured, plans = {}, {}
         for key, runner in runners.items():
-            for index, batch in enumerate(batches):  # what is learnt, verified and cached comes first
-                runner.step(batch, index)
+            for index, batch in enumerate((*batches, *batches)):  # what is learnt, tried and cached comes first
+                runner.step(batch, index % len(batches))
             measured[key] = runner.peaks(batches)[0] if runner.error is None else []
             plans[key] = [] if runner.mimose is None else list(runner.mimose.records)[-len(batches) :]
         seconds = _timed(plain, {CONTROL: Runner(workload, None, None), **runners}, batches, repeats)

@@ -1,0 +1,62 @@
+"""Recipes are tried where there is room, also when few sizes come again and again, and never break the budget."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_mimose import Mimose
+from tests.helpers.meter import PeakMeter
+
+
+class Block(nn.Module):
+    """Convolutions, norms and activations, of which the activations can be rebuilt."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        layers = [(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()) for _ in range(3)]
+        self.layers = nn.Sequential(*(each for layer in layers for each in layer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A residual block."""
+        out: torch.Tensor = x + self.layers(x)
+        return out
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *[Block(16) for _ in range(5)])
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def test_few_sizes_in_a_tight_budget() -> None:
+    """Two sizes, whose plans are known after a step each: every block is tried all the same, within the budget."""
+    torch.manual_seed(1)
+    batches = [torch.randn(8, 3, 24, 24), torch.randn(8, 3, 32, 32)]
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    peaks = []
+    for batch in (*batches, *batches):
+        with PeakMeter(model, optimizer, batch) as meter:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        peaks.append((meter.peak_bytes, meter.resident_bytes))
+    peak, resident = max(peaks)
+    budget = int(resident + 0.4 * (peak - resident))
+
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    highest = []
+    with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=loss_of) as mimose:
+        for batch in batches * 5:
+            with PeakMeter(model, optimizer, batch) as meter:
+                mimose.step(batch)
+            highest.append(meter.peak_bytes)
+        last = list(mimose.records)[-len(batches) :]
+    assert max(highest) <= budget
+    assert all(record.cache_hit for record in last)
+    assert sum(record.lean_units for record in last) > sum(record.recomputed_units for record in last)
