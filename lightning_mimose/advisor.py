@@ -186,21 +186,22 @@ class Advisor(Forecast):
         structure, values = prediction.structure, prediction.values
         timeline = self._timeline(prediction, resident)
         chosen = [each for each in actions.items() if each in timeline.option_index]
-        backward = structure.arrays[2]
+        _, _, backward, made = structure.arrays
 
-        def spared(call: CallShape) -> int:
+        def before(call: CallShape) -> float:
+            """What is there when a call begins, gradients of an earlier backward pass of the step included."""
             inside = np.flatnonzero((call.in_time <= structure.times) & (structure.times < call.out_time) & ~backward)
             # Not the call's own action, or that of a unit around it: what those spare, they spare later.
             others = [
                 timeline.option_index[unit, a] for unit, a in chosen if not f"{call.unit}.".startswith(f"{unit}.")
             ]
-            return int(timeline.relief_bytes[others][:, inside].sum(axis=0).min()) if inside.size else 0
+            spared = timeline.relief_bytes[others][:, inside].sum(axis=0).min() if inside.size else 0
+            return float(values[call.entry] + made[inside].max(initial=0) - spared)
 
-        return {
-            call.unit
-            for call in structure.calls
-            if call.region and values[call.entry] - spared(call) + TRIAL_SHARE * trial(call, values) <= room_bytes
-        }
+        # The first call is the one that is tried; which of them that is, need not be the same in every step.
+        regions = [call for call in structure.calls if call.region]
+        large = {call.unit for call in regions if before(call) + TRIAL_SHARE * trial(call, values) > room_bytes}
+        return {call.unit for call in regions} - large
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.

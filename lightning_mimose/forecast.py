@@ -36,7 +36,7 @@ KNOWN_VIEWS = 8
 """Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class Forecast:

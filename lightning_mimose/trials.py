@@ -19,7 +19,7 @@ class Trials:
     def __init__(self, advisor: Advisor, session: Session) -> None:
         self._advisor, self._session = advisor, session
         self._looked: set[BatchSize] = set()
-        self._waiting: set[str] = set()
+        self._last: tuple[set[str], int] = set(), 0
 
     def arm(self, step: Step) -> None:
         """Name the units that this step tries; of a step that is armed already."""
@@ -36,11 +36,12 @@ class Trials:
             session.split_tries = session.unsplit & advisor.shelter.keys() & room
 
     def _is_news(self, step: Step, waiting: set[str]) -> bool:
-        """Whether the room was not looked at yet for a size, since plans last got something more to choose from."""
+        """Whether the room was not looked at yet for a size, since the plans' choice or the budget last changed."""
         if not waiting:
             return False
-        if waiting != self._waiting:
-            self._waiting = waiting
+        now = waiting, self._advisor.budget_bytes
+        if now != self._last:
+            self._last = now
             self._looked.clear()
         if step.advice.cache_hit and step.size in self._looked:
             return False

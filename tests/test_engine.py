@@ -245,7 +245,7 @@ def test_a_model_that_checkpoints_everything_itself_is_refused() -> None:
 def test_actions_are_checked_by_name() -> None:
     """None means all there are; lean saves are asked for by one name for all of their degrees."""
     assert check_actions(["recompute"]) == ("recompute",)
-    assert check_actions(["lean"]) == ("lean", "lean+masks", "lean+attention", "lean+products")
+    assert check_actions(["lean"]) == ("lean", "lean+masks", "lean+attention", "lean+expansions", "lean+products")
     both = (*check_actions(["lean"]), "recompute", "recompute+lean")
     assert check_actions(None) == check_actions(["lean", "recompute"]) == both
     assert sorted(check_actions(["recompute", "lean", "recompute"])) == sorted(both)

@@ -19,7 +19,7 @@ from bench.models import WORKLOADS, Batch, Workload
 from lightning_mimose import Mimose
 from lightning_mimose.predict.timeline import Timeline
 
-ACTIONS = ("lean", "lean+masks", "lean+attention", "lean+products", "recompute", "recompute+lean")
+ACTIONS = ("lean", "lean+masks", "lean+attention", "lean+expansions", "lean+products", "recompute", "recompute+lean")
 
 
 class Forced(Runner):

@@ -27,7 +27,7 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
 
     Example:
         >>> check_actions(["lean"])
-        ('lean', 'lean+masks', 'lean+attention', 'lean+products')
+        ('lean', 'lean+masks', 'lean+attention', 'lean+expansions', 'lean+products')
     """
     if actions is None:
         actions = list(_DEFAULT)

@@ -330,7 +330,7 @@ class MimoseCallback(Callback):
     ) -> None:
         """Measure evaluation's own peak, which the budget does not promise anything about."""
         if self._engine is not None:
-            self._evaluation.begin(self._engine, batch, batch_idx, "validation")
+            self._evaluation.begin(self._engine, batch, batch_idx, "validation", dataloader_idx)
 
     def on_validation_batch_end(
         self,

@@ -23,23 +23,23 @@ class EvaluationMeter:
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
         self._meter: Meter | None = None
-        self._stage = ""
+        self._stage, self._loader = "", 0
         self._resident_bytes = self._batch_bytes = 0
-        self._known: dict[str, tuple[int, int]] = {}
-        """Stage -> the largest batch that was measured, and the most that any took beyond what was there, in bytes."""
+        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        """Stage and loader -> the largest batch that was measured, and the most that any took besides; in bytes."""
         self._tenancy: Tenancy | None = None
 
-    def begin(self, engine: Engine, batch: Any, batch_idx: int, stage: str) -> None:
-        """Start measuring a batch."""
+    def begin(self, engine: Engine, batch: Any, batch_idx: int, stage: str, loader: int = 0) -> None:
+        """Start measuring a batch of one of the stage's loaders."""
         measured = engine.device.type != "cpu" or not batch_idx
         self._tenancy = engine.tenancy
         if not measured and self._tenancy is None:
             return
-        self._stage, self._batch_bytes = stage, batch_bytes(batch)
+        self._stage, self._loader, self._batch_bytes = stage, loader, batch_bytes(batch)
         engine.ledger.count_gradients()
         self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + self._batch_bytes
         if self._tenancy is not None:
-            largest, took = self._known.get(stage, (-1, 0))
+            largest, took = self._known.get((stage, loader), (-1, 0))
             fresh = self._batch_bytes > largest
             self._tenancy.begin_evaluation(None if fresh else self._resident_bytes + took)
             measured = measured or fresh
@@ -54,8 +54,9 @@ class EvaluationMeter:
             intervals, self._meter = self._meter.stop(), None
             took = max((i.peak_bytes for i in intervals), default=0)
             self.peaks[self._stage] = max(self._resident_bytes + took, self.peaks.get(self._stage, 0))
-            largest, most = self._known.get(self._stage, (0, 0))
-            self._known[self._stage] = max(largest, self._batch_bytes), max(most, took)
+            key = self._stage, self._loader
+            largest, most = self._known.get(key, (0, 0))
+            self._known[key] = max(largest, self._batch_bytes), max(most, took)
         if self._tenancy is not None:
             self._tenancy.end()
             self._tenancy = None

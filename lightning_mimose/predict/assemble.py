@@ -24,7 +24,7 @@ REGION_FLOPS = 1e4
 
 RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
 """The grade of lean saves inside a recomputed unit, and the action's name."""
-BORROWING = ("lean+attention", "lean+products")
+BORROWING = ("lean+attention", "lean+expansions", "lean+products")
 """Grades of lean saves that may rebuild from a unit's arguments (masks), and so keep them alive."""
 
 

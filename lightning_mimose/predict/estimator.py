@@ -27,6 +27,8 @@ LEAN_ERROR = 1e-3
 """The same for the peaks of a grade of lean saves, which is not planned with beyond it."""
 EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
+LEVERAGE = 1e-6
+"""A size that leaves less than this of itself to the others in a fit (it is far from all of them) is fitted without."""
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
 FORGET_AFTER = 20
@@ -322,10 +324,16 @@ def _left_out(
     residuals = values - orthogonal @ (orthogonal.T @ values)
     checked, missing = [], []
     for left_out in range(len(distinct)):
-        held = np.flatnonzero(group == left_out)
-        if np.linalg.matrix_rank(design[group != left_out]) == features:
-            checked.extend(held.tolist())
-            missing.append(np.linalg.solve(np.eye(len(held)) - hat[np.ix_(held, held)], residuals[held]))
+        held, rest = np.flatnonzero(group == left_out), group != left_out
+        if np.linalg.matrix_rank(design[rest]) < features:
+            continue
+        checked.extend(held.tolist())
+        free = np.eye(len(held)) - hat[np.ix_(held, held)]
+        if np.linalg.eigvalsh(free)[0] > LEVERAGE:
+            missing.append(np.linalg.solve(free, residuals[held]))
+        else:
+            coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+            missing.append(values[held] - design[held] @ coefficients)
     if len(missing) < 2:
         return _UNCHECKED
     predicted = values[checked] - np.concatenate(missing)

@@ -144,6 +144,7 @@ class LocalBroker:
             self._places[job].at = 0
             if job in self._kept and self._counter.bank.covers(job, claim, rest_bytes):
                 self._kept.discard(job)
+                self._counter.count(job, charged=False)  # it kept what nobody waited for
                 self._counter.replace(job, claim)
                 return Verdict(len(claim), self.budget_bytes)
             self._catch_up()

@@ -344,6 +344,6 @@ class Job:
 
 
 AnyBudget: TypeAlias = str | int | float | SharedBudget | Job
+"""What may be given as a budget."""
 SHARED_BUDGETS = (SharedBudget, Job)
 """What several trainings keep together; every other budget is one that `parse_budget` understands."""
-"""What may be given as a budget."""

@@ -47,15 +47,16 @@ class Dropped:
         """Close now what was noted; returns when all of it is closed."""
         with self._lock:
             while self._closing:
-                self._closing.popleft()()
+                close = self._closing.popleft()
+                try:
+                    close()
+                except Exception:  # whose it was is not there to be told, and whoever asks has nothing to do with it
+                    log.warning("mimose: a training that was dropped could not be closed", exc_info=True)
 
     def _run(self) -> None:
         while True:
             self._news.get()
-            try:
-                self.close()
-            except Exception:  # nobody is there to be told
-                log.warning("mimose: a training that was dropped could not be closed", exc_info=True)
+            self.close()
 
 
 DROPPED = Dropped()

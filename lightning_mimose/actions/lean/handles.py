@@ -256,11 +256,11 @@ class Recipe(Rebuilt):
         grade: See `Handle`.
         work: What rebuilding costs, in floating-point operations or as much time.
         is_view: Whether it takes no memory of its own.
-        is_new: Whether `rebuild` returns memory that nobody else has.
+        gives_away: Whether nobody else has what `rebuild` returns: new memory, or all of such a value in its order.
         takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
     """
 
-    __slots__ = ("_is_new", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "work")
+    __slots__ = ("_gives_away", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "work")
 
     def __init__(
         self,
@@ -272,24 +272,24 @@ class Recipe(Rebuilt):
         work: float,
         *,
         is_view: bool = False,
-        is_new: bool = False,
+        gives_away: bool = False,
         takes_out: bool = False,
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
-        self._is_new, self._takes_out = is_new or takes_out, takes_out
+        self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
 
     @property
     def is_given_away(self) -> bool:
         """See `Handle`: what an operation saved is shared among its uses."""
-        if self.is_saved:
+        if self.is_saved or not self._gives_away:
             return False
-        return self.inputs[0].is_given_away if self.is_view else self._is_new
+        return self.inputs[0].is_given_away if self.is_view else True
 
     @property
     def overwritten(self) -> int | None:
-        """Which input's value the result is written over: less memory, and none that has to be got from the system."""
+        """Which input's value the result is written over, so that no memory has to be got from the system."""
         if not self._takes_out:
             return None
         for index, each in enumerate(self.inputs):
@@ -313,9 +313,19 @@ class Recipe(Rebuilt):
                 return self._followed()
         values = [each.value() for each in self.inputs]
         index = self.overwritten
-        if index is None or not values[index].is_contiguous():
+        if index is None or not _in_one_order(values[index], values):
             return self._rebuild(*values)
         return self._rebuild(*values, out=values[index])
+
+
+def _in_one_order(out: torch.Tensor, values: Sequence[Any]) -> bool:
+    """Whether an operation on these values would give its result the strides of `out`, which is one of them."""
+    dense = out.is_contiguous() or (out.dim() == 4 and out.is_contiguous(memory_format=torch.channels_last))
+    return dense and all(
+        each.stride() == out.stride()
+        for each in values
+        if isinstance(each, torch.Tensor) and each.shape == out.shape and each is not out
+    )
 
 
 def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:

@@ -18,12 +18,13 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Handle, Number, Rebuild
 
-GRADES = ("lean", "lean+masks", "lean+attention", "lean+products")
+GRADES = ("lean", "lean+masks", "lean+attention", "lean+expansions", "lean+products")
 """Actions, each of which rebuilds what the one before does and more.
 
-Element-wise operations and norms; masks as bits, and products with them; softmax from its scores; matrix products.
+Element-wise operations and norms; masks as bits, and products with them; softmax from its scores; products whose result
+is wider than what it is made from, so that a byte of it costs little; all matrix products and convolutions.
 """
-ELEMENTWISE, MASKS, ATTENTION, PRODUCTS = range(1, 5)
+ELEMENTWISE, MASKS, ATTENTION, EXPANSIONS, PRODUCTS = range(1, 6)
 
 # What an element costs, in operations of a matrix product that take as long. Bandwidth decides for most. Measured in
 # steps of BERT (two CPU cores), where what they read is long out of the caches; `bench grades` in `examples` compares.
@@ -48,6 +49,10 @@ class Node(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of its result."""
+
+    @property
+    def device(self) -> torch.device:
         """Of its result."""
 
     def saved(self, name: str) -> Handle | None:
@@ -81,7 +86,9 @@ class Made(NamedTuple):
         work_per_element: Operations it takes.
         work: Those that do not go with the elements.
         takes_out: Whether it takes a keyword `out`, which may be one of the values: then nothing is allocated.
-        is_new: Whether its result is never one of the values, or a view of one. What takes `out` says so with it.
+        gives_away: Whether nobody else has its result: it is never one of the values, or a part of one. Of a view:
+            whether it is all of the value in the same order. What takes `out` says so with it.
+        grade: Its own grade, if that is more than its entry's.
     """
 
     rebuild: Rebuild
@@ -89,7 +96,8 @@ class Made(NamedTuple):
     work_per_element: float
     work: float = 0.0
     takes_out: bool = False
-    is_new: bool = False
+    gives_away: bool = False
+    grade: int = 0
 
 
 class Entry(NamedTuple):
@@ -124,13 +132,13 @@ def _signed(number: int) -> int:
 @recipe("GeluBackward0")
 def _gelu(node: Node) -> Made:
     approximate = node.raw._saved_approximate
-    return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU, is_new=True)
+    return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU, gives_away=True)
 
 
 def _of_saved_self(name: str, function: Callable[..., Tensor], *fields: str) -> None:
     def make(node: Node) -> Made:
         arguments = [getattr(node.raw, f"_saved_{field}") for field in fields]
-        return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY, is_new=True)
+        return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY, gives_away=True)
 
     recipe(name)(make)
 
@@ -153,12 +161,14 @@ def _elu(node: Node) -> Made | None:
     raw = node.raw
     if raw._saved_scale != 1 or raw._saved_input_scale != 1:
         return None
-    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY, is_new=True)
+    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY, gives_away=True)
 
 
 @recipe("GluBackward0")
 def _glu(node: Node) -> Made:
-    return Made(partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY, is_new=True)
+    return Made(
+        partial(functional.glu, dim=_signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY, gives_away=True
+    )
 
 
 def _of_input(name: str, function: Callable[..., Tensor], work: float) -> None:
@@ -230,14 +240,14 @@ def _rsub_from_number(node: Node) -> Made | None:
 
 @recipe("ToCopyBackward0")
 def _to(node: Node) -> Made:
-    return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, is_new=True)
+    return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, gives_away=True)
 
 
 @recipe("MeanBackward1")
 def _mean(node: Node) -> Made:
     dims = [_signed(dim) for dim in node.raw._saved_dim]
     keepdim = node.raw._saved_keepdim
-    return Made(lambda x: x.mean(dims, keepdim=keepdim), (node.edge(0),), LIGHT)
+    return Made(lambda x: x.mean(dims, keepdim=keepdim), (node.edge(0),), LIGHT, gives_away=True)
 
 
 # --- norms --------------------------------------------------------------------------------------------------------
@@ -252,7 +262,10 @@ def _layer_norm(node: Node) -> Made | None:
     weight, bias = node.saved("weight"), node.saved("bias")
     if weight is None and bias is None:
         return Made(
-            lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0], (node.saved("input"),), NORM, is_new=True
+            lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0],
+            (node.saved("input"),),
+            NORM,
+            gives_away=True,
         )
     if weight is None or bias is None:
         return Made(
@@ -270,14 +283,14 @@ def _group_norm(node: Node) -> Made | None:
     weight = node.saved("weight")
     if weight is None:
         return Made(
-            lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM, is_new=True
+            lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM, gives_away=True
         )
     bias = node.edge(2)
     return Made(
         lambda x, w, b: torch.native_group_norm(x, w, b, *sizes)[0],
         (node.saved("input"), weight, bias),
         NORM,
-        is_new=True,
+        gives_away=True,
     )
 
 
@@ -288,7 +301,9 @@ def _batch_norm(node: Node) -> Made | None:
     if not raw._saved_training or weight is None:
         return None
     statistics = node.saved("result1"), node.saved("result2")
-    return Made(partial(_normalized, eps), (node.saved("input"), weight, node.edge(2), *statistics), HEAVY, is_new=True)
+    return Made(
+        partial(_normalized, eps), (node.saved("input"), weight, node.edge(2), *statistics), HEAVY, gives_away=True
+    )
 
 
 def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
@@ -306,19 +321,23 @@ def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tenso
 
 @recipe("SoftmaxBackward0", grade=ATTENTION)
 def _softmax(node: Node) -> Made:
-    return Made(partial(_soft, _signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX, takes_out=True)
+    dim = _signed(node.raw._saved_dim)
+    return Made(partial(_soft, dim), (node.scores(),), SOFTMAX, takes_out=_by_rows(node, dim), gives_away=True)
 
 
 @recipe("SafeSoftmaxBackward0", grade=ATTENTION)
 def _safe_softmax(node: Node) -> Made:
-    return Made(partial(_safe, _signed(node.raw._saved_dim)), (node.scores(),), SOFTMAX, takes_out=True)
+    dim = _signed(node.raw._saved_dim)
+    return Made(partial(_safe, dim), (node.scores(),), SOFTMAX, takes_out=_by_rows(node, dim), gives_away=True)
+
+
+def _by_rows(node: Node, dim: int) -> bool:
+    """Whether softmax may be written over its scores: so the CPU makes it, row by row; of others nobody says it."""
+    return node.device.type == "cpu" and dim in (-1, len(node.shape) - 1)
 
 
 def _soft(dim: int, scores: Tensor, out: Tensor | None = None) -> Tensor:
-    # Row by row is how the CPU does it along the last dimension; of others nobody says that they bear it.
-    if scores.device.type != "cpu" or dim not in (-1, scores.dim() - 1):
-        out = None
-    return torch.softmax(scores, dim, out=out)
+    return torch.softmax(scores, dim, out=out if scores.is_contiguous() else None)
 
 
 def _safe(dim: int, scores: Tensor, out: Tensor | None = None) -> Tensor:
@@ -332,20 +351,20 @@ def _safe(dim: int, scores: Tensor, out: Tensor | None = None) -> Tensor:
     return made if hidden is None else made.masked_fill_(hidden, 0.0)
 
 
+# --- products -----------------------------------------------------------------------------------------------------
+
+
 @recipe("BmmBackward0", grade=PRODUCTS)
 def _bmm(node: Node) -> Made | None:
     return _product(torch.bmm, node, node.saved("self"), node.saved("mat2"))
 
 
-# --- matrix products ----------------------------------------------------------------------------------------------
-
-
-@recipe("MmBackward0", grade=PRODUCTS)
+@recipe("MmBackward0", grade=EXPANSIONS)
 def _mm(node: Node) -> Made | None:
     return _product(torch.mm, node, node.saved("self"), node.saved("mat2"))
 
 
-@recipe("AddmmBackward0", grade=PRODUCTS)
+@recipe("AddmmBackward0", grade=EXPANSIONS)
 def _addmm(node: Node) -> Made | None:
     bias, alpha, beta = node.edge(0), node.raw._saved_alpha, node.raw._saved_beta
     if bias is None:
@@ -360,8 +379,32 @@ def _addmm(node: Node) -> Made | None:
 def _product(rebuild: Rebuild, node: Node, one: Handle | None, other: Handle | None, *more: Handle) -> Made | None:
     if one is None or other is None:
         return None
-    work = PRODUCT * 2.0 * prod(node.shape) * one.shape[-1]
-    return Made(rebuild, (one, other, *more), 0.0, work, is_new=True)
+    return _summed(rebuild, node, one.shape[-1], node.shape[-1], one, other, *more)
+
+
+@recipe("ConvolutionBackward0", grade=EXPANSIONS)
+def _convolution(node: Node) -> Made | None:
+    raw = node.raw
+    x, weight = node.saved("input"), node.saved("weight")
+    if x is None or weight is None or not weight.shape or raw._saved_transposed:
+        return None
+    biases = [node.edge(2)] if any(raw._saved_bias_sym_sizes_opt or ()) else []
+    if None in biases:
+        return None
+    stride, padding, dilation = (list(getattr(raw, f"_saved_{n}")) for n in ("stride", "padding", "dilation"))
+    rest = (stride, padding, dilation, False, list(raw._saved_output_padding), raw._saved_groups)
+
+    def convolution(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        return torch.convolution(x, weight, bias[0] if bias else None, *rest)
+
+    inner, width = prod(weight.shape[1:]), weight.shape[0]
+    return _summed(convolution, node, inner, width, x, weight, *biases)
+
+
+def _summed(rebuild: Rebuild, node: Node, inner: int, width: int, *inputs: Handle | None) -> Made:
+    """Of a result each of whose elements is a sum over `inner` products, and of which `width` are made from those."""
+    work = PRODUCT * 2.0 * prod(node.shape) * inner
+    return Made(rebuild, inputs, 0.0, work, gives_away=True, grade=EXPANSIONS if width > inner else PRODUCTS)
 
 
 # --- views --------------------------------------------------------------------------------------------------------
@@ -369,7 +412,7 @@ def _product(rebuild: Rebuild, node: Node, one: Handle | None, other: Handle | N
 
 @recipe("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 def _view(node: Node) -> Made:
-    return Made(lambda x, shape=node.shape: x.view(shape), (node.edge(0),), VIEW)
+    return Made(lambda x, shape=node.shape: x.view(shape), (node.edge(0),), VIEW, gives_away=True)
 
 
 @recipe("ExpandBackward0")
@@ -397,7 +440,7 @@ def _permute(node: Node) -> Made:
 @recipe("UnsqueezeBackward0")
 def _unsqueeze(node: Node) -> Made:
     dim = _signed(node.raw._saved_dim)
-    return Made(lambda x: x.unsqueeze(dim), (node.edge(0),), VIEW)
+    return Made(lambda x: x.unsqueeze(dim), (node.edge(0),), VIEW, gives_away=True)
 
 
 @recipe("SliceBackward0")
@@ -416,4 +459,4 @@ def _slice(node: Node) -> Made:
 @recipe("CloneBackward0")
 def _clone(node: Node) -> Made:
     # `contiguous()`, for all there is to see; a clone that kept other strides is found out by the first comparison.
-    return Made(lambda x: x.clone(memory_format=torch.contiguous_format), (node.edge(0),), LIGHT)
+    return Made(lambda x: x.clone(memory_format=torch.contiguous_format), (node.edge(0),), LIGHT, gives_away=True)

@@ -304,6 +304,9 @@ class LeanSaves:
         made: Made | None = entry.make(view)
         if made is None:
             return None
+        own = own if own == ATTENTION else max(own, made.grade)
+        if own > self._grade:
+            return None
         inputs = [each for each in made.inputs if each is not None]
         if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
             return None
@@ -320,7 +323,7 @@ class LeanSaves:
             grade,
             work,
             is_view=is_view,
-            is_new=made.is_new,
+            gives_away=made.gives_away,
             takes_out=made.takes_out,
         )
         recipe.identity = hash((name, *(each.identity for each in inputs)))
@@ -343,6 +346,11 @@ class _Node:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.raw._input_metadata[0].dtype
         return dtype
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.raw._input_metadata[0].device
+        return device
 
     def saved(self, name: str) -> Handle | None:
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)

@@ -29,6 +29,8 @@ def softmax_of(scores: Tensor, *, safe: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Node:
+    device, shape = torch.device("cpu"), (5, 7, 9)
+
     def __init__(self, raw: object) -> None:
         self.raw = raw
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.lean.recipes import ELEMENTWISE, PRODUCTS, TABLE
+from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, PRODUCTS, TABLE
 from lightning_mimose.actions.lean.saves import LeanSaves, Sites
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
@@ -55,8 +55,9 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "SoftmaxBackward0": lambda x, w, p, q: x.softmax(-1),
     "SafeSoftmaxBackward0": lambda x, w, p, q: torch._safe_softmax(x, -1),
     "BmmBackward0": lambda x, w, p, q: torch.bmm(x[None], w.t()[None]),
-    "MmBackward0": lambda x, w, p, q: x @ w.t(),
-    "AddmmBackward0": lambda x, w, p, q: torch.addmm(p, x, w.t() @ w, beta=2, alpha=3),
+    "MmBackward0": lambda x, w, p, q: x.t() @ w,
+    "AddmmBackward0": lambda x, w, p, q: torch.addmm(p, x.t(), w, beta=2, alpha=3),
+    "ConvolutionBackward0": lambda x, w, p, q: functional.conv2d(x[None, None], w[:, :9].reshape(33, 1, 3, 3), p[:33]),
     # What follows gives no tensor that is saved as it is; one that is rebuilt from it is.
     "ViewBackward0": lambda x, w, p, q: -x.view(47, 33),
     "UnsafeViewBackward0": lambda x, w, p, q: x.view(3, 11, 47) @ w.t(),
@@ -88,6 +89,49 @@ def saved_once(expression: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return y * torch.ones_like(y, requires_grad=True)
 
     return function
+
+
+@pytest.mark.parametrize(("inner", "width", "grade"), [(16, 17, EXPANSIONS), (16, 16, PRODUCTS), (17, 16, PRODUCTS)])
+@pytest.mark.parametrize("kind", ["linear", "without bias", "convolution"])
+def test_a_product_is_an_expansion_where_its_result_is_wider(kind: str, inner: int, width: int, grade: int) -> None:
+    """Than what one element of it is made from: a byte of it costs less than one of a narrow result."""
+
+    def function(watch: Watch, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        if kind == "convolution":
+            y = watch(functional.conv2d(x, w, b, stride=2, padding=1))
+        else:
+            y = watch(functional.linear(x, w, b if kind == "linear" else None))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    b = torch.randn(width, requires_grad=True)
+    x = torch.randn((8, inner, 12, 10) if kind == "convolution" else (64, inner), requires_grad=True)
+    w = torch.randn((width, inner) + ((1, 1) if kind == "convolution" else ()), requires_grad=True)
+    assert_lean(function, [x, w, b], grade)
+    assert Pass(function, [x, w, b], grade - 1).alive == [True]
+
+
+def test_a_convolution_channel_by_channel_is_cheap() -> None:
+    """Nine products for each element."""
+
+    def function(watch: Watch, x: Tensor, w: Tensor) -> Tensor:
+        y = watch(functional.conv2d(x, w, None, stride=2, padding=1, groups=16))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    x, w = torch.randn(8, 16, 12, 10, requires_grad=True), torch.randn(16, 1, 3, 3, requires_grad=True)
+    assert_lean(function, [x, w], EXPANSIONS)
+
+
+def test_a_convolution_whose_bias_is_frozen_is_kept() -> None:
+    """Its node does not know the bias."""
+
+    def function(watch: Watch, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = watch(functional.conv2d(x, w, b))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    given = [torch.randn(4, 4, 9, 9, requires_grad=True), torch.randn(16, 4, 1, 1, requires_grad=True), torch.randn(16)]
+    plain, lean = Pass(function, given, None), Pass(function, given, PRODUCTS)
+    assert lean.alive == [True]
+    assert same_bits(lean.bits, plain.bits)
 
 
 def test_every_recipe_has_a_case() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Kept, Mask
-from lightning_mimose.actions.lean.recipes import ELEMENTWISE, GRADES, MASKS, PRODUCT, PRODUCTS
+from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, GRADES, MASKS, PRODUCT
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
@@ -78,9 +78,9 @@ def test_the_items_of_a_small_network() -> None:
     assert sorted((item.grade, item.gain_bytes) for item in offered) == [
         (ELEMENTWISE, 32 * 64 * 4),
         (ELEMENTWISE, 32 * 128 * 4),
-        (PRODUCTS, 32 * 128 * 4),
+        (EXPANSIONS, 32 * 128 * 4),
     ]
-    hidden = next(i for i, item in enumerate(found.items) if item.grade == PRODUCTS)
+    hidden = next(i for i, item in enumerate(found.items) if item.grade == EXPANSIONS)
     activation = next(item for item in offered if item.gain_bytes == 32 * 128 * 4 and item.grade == ELEMENTWISE)
     assert activation.also == (hidden,)
     assert found.items[hidden].work >= PRODUCT * 2 * 32 * 64 * 128
