@@ -23,7 +23,7 @@ MAX_COLUMNS = 200
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 _BLUE, _ORANGE, _RED, _GREY, _SKY = "#0072B2", "#E69F00", "#D55E00", "#999999", "#56B4E9"
 _KEEP, _INSIDE, _OTHERS = "keep", "inside a recomputed unit", ("#CC79A7", "#F0E442", _RED)
-_LEAN, _LEAN_COLOURS = GRADES, ("#D5EFE5", "#95D5BD", "#4DB88F", "#009E73")
+_LEAN, _LEAN_COLOURS = GRADES, ("#DDF2EA", "#ABDDCB", "#73C6A7", "#36AF85", "#008562")
 
 
 def draw(report: Report, directory: Path) -> list[Path]:
