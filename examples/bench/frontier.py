@@ -3,7 +3,8 @@
 For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several
 times and in another order each time; each runs twice in a row, of which the second counts, for the first pays for the
 memory that the one before it had given back. A budget's cost is the sum of its median times over all batches against
-the sum of the plain ones; the row "plain" is a second plain runner against the first: what is noise. Peaks are read off
+the sum of the plain ones, by the clock and in processor time of the training thread (which what else runs disturbs less);
+the row "plain" is a second plain runner against the first: what is noise. Peaks are read off
 an independent meter in a pass of their own, so that no meter runs while time is taken.
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from lightning_mimose import BudgetInfeasibleError, Mimose
 from meter import PeakMeter
 
 MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"], "lean": ["lean"]}
+Key = tuple[str, float]
+K = TypeVar("K", bound=Hashable)
 BASE, CONTROL = ("plain", 0.0), ("plain", 1.0)
 
 
@@ -111,9 +114,16 @@ def rows(
                 runner.step(batch, index % len(batches))
             measured[key] = runner.peaks(batches)[0] if runner.error is None else []
             plans[key] = [] if runner.mimose is None else list(runner.mimose.records)[-len(batches) :]
-        seconds = _timed(plain, {CONTROL: Runner(workload, None, None), **runners}, batches, repeats)
+        able = {key: runner for key, runner in runners.items() if runner.error is None}
+        seconds, processor = timed({BASE: plain, CONTROL: Runner(workload, None, None), **able}, batches, repeats)
         drawn = []
-        yield {"model": name, "menu": "plain", "budget share": "1", "added time": _added(seconds, CONTROL)}
+        yield {
+            "model": name,
+            "menu": "plain",
+            "budget share": "1",
+            "added time": _added(seconds, CONTROL),
+            "added processor time": _added(processor, CONTROL),
+        }
         for (menu, share), runner in runners.items():
             planned = plans[menu, share]
             row = {
@@ -121,6 +131,7 @@ def rows(
                 "menu": menu,
                 "budget share": f"{share}",
                 "added time": None,
+                "added processor time": None,
                 "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured[menu, share]),
                 "highest peak": round(max(measured[menu, share]) / (runner.budget_bytes or 1), 4)
                 if measured[menu, share]
@@ -133,32 +144,37 @@ def rows(
             }
             if runner.error is None:
                 row["added time"] = _added(seconds, (menu, share))
+                row["added processor time"] = _added(processor, (menu, share))
                 drawn.append((menu, share, float(row["added time"])))
             yield row
         _draw(name, drawn, results / f"frontier-{name}.png")
 
 
-def _added(seconds: dict[tuple[str, float], float], key: tuple[str, float]) -> float:
+def _added(seconds: dict[Key, float], key: Key) -> float:
     return round(seconds[key] / seconds[BASE] - 1, 4)
 
 
-def _timed(
-    plain: Runner, runners: dict[tuple[str, float], Runner], batches: Sequence[Batch], repeats: int
-) -> dict[tuple[str, float], float]:
-    """Sum over the batches of the median time of each runner's step, all taken in turns."""
-    everyone = {BASE: plain, **{key: runner for key, runner in runners.items() if runner.error is None}}
-    total = dict.fromkeys(everyone, 0.0)
+def timed(
+    everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int
+) -> tuple[dict[K, float], dict[K, float]]:
+    """Sums over the batches of the median time of each runner's step, all taken in turns.
+
+    Returns:
+        By the clock, and of the training thread's processor: of the two the less disturbed by what else runs.
+    """
     order = random.Random(0)
+    total = dict.fromkeys(everyone, 0.0), dict.fromkeys(everyone, 0.0)
     for index, batch in enumerate(batches):
-        times: dict[tuple[str, float], list[float]] = {key: [] for key in everyone}
+        times: dict[K, list[tuple[float, float]]] = {key: [] for key in everyone}
         for _ in range(repeats):
             for key, runner in order.sample(list(everyone.items()), len(everyone)):
                 runner.step(batch, index)
-                began = time.perf_counter()
+                began = time.perf_counter(), time.thread_time()
                 runner.step(batch, index)
-                times[key].append(time.perf_counter() - began)
-        for key, found in times.items():
-            total[key] += statistics.median(found)
+                times[key].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+        for clock, sums in enumerate(total):
+            for key, found in times.items():
+                sums[key] += statistics.median([each[clock] for each in found])
     return total
 
 

@@ -7,15 +7,12 @@ recomputing every unit costs; the measured one in processor time, which a busy m
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.frontier import Runner
+from bench.frontier import Runner, timed
 from bench.large import LARGE
-from bench.models import WORKLOADS, Batch, Workload
+from bench.models import WORKLOADS, Workload
 from lightning_mimose import Mimose
 from lightning_mimose.predict.timeline import Timeline
 
@@ -57,7 +54,9 @@ def rows(
         for runner in everyone.values():
             for index, batch in enumerate(batches * 3):
                 runner.step(batch, index)
-        wall, processor = _timed(everyone, batches, repeats)
+        totals = timed(everyone, batches, repeats)
+        # What each adds to the plain step.
+        wall, processor = ({k: s - (k != "plain") * each["plain"] for k, s in each.items()} for each in totals)
         recompute = forced["recompute"].charged if "recompute" in forced else 0.0
         for action in ("control", *actions):
             charged = forced[action].charged if action in forced else 0.0
@@ -73,29 +72,3 @@ def rows(
 
 def _share(part: float, whole: float) -> float | None:
     return round(part / whole, 3) if part and whole else None
-
-
-Seconds = dict[str, float]
-
-
-def _timed(everyone: dict[str, Runner], batches: Sequence[Batch], repeats: int) -> tuple[Seconds, Seconds]:
-    """Seconds of the plain step and what each of the others adds to it, summed over the batches.
-
-    Returns:
-        By the clock, and of the training thread's processor: of the two the less disturbed by what else runs.
-    """
-    order = random.Random(0)
-    total = dict.fromkeys(everyone, 0.0), dict.fromkeys(everyone, 0.0)
-    for index, batch in enumerate(batches):
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in everyone}
-        for _ in range(repeats):
-            for name, runner in order.sample(list(everyone.items()), len(everyone)):
-                runner.step(batch, index)
-                began = time.perf_counter(), time.thread_time()
-                runner.step(batch, index)
-                times[name].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
-        for clock, sums in enumerate(total):
-            middle = {name: statistics.median([each[clock] for each in found]) for name, found in times.items()}
-            for name, seconds in middle.items():
-                sums[name] += seconds if name == "plain" else seconds - middle["plain"]
-    return total
