@@ -3,7 +3,7 @@
 For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several
 times and in another order each time; each runs twice in a row, of which the second counts, for the first pays for the
 memory that the one before it had given back. A budget's cost is the sum of its median times over all batches against
-the sum of the plain ones, by the clock and in processor time of the training thread (which what else runs disturbs less);
+the sum of the plain ones, by the clock and in processor time of the training thread, which other work disturbs less;
 the row "plain" is a second plain runner against the first: what is noise. Peaks are read off
 an independent meter in a pass of their own, so that no meter runs while time is taken.
 """
