@@ -186,11 +186,12 @@ class Advisor(Forecast):
         structure, values = prediction.structure, prediction.values
         timeline = self._timeline(prediction, resident)
         chosen = [each for each in actions.items() if each in timeline.option_index]
-        _, _, backward, made = structure.arrays
+        made = structure.arrays[3]
+        number, position = structure.layout.in_forward
 
-        def before(call: CallShape) -> float:
+        def before(index: int, call: CallShape) -> float:
             """What is there when a call begins, gradients of an earlier backward pass of the step included."""
-            inside = np.flatnonzero((call.in_time <= structure.times) & (structure.times < call.out_time) & ~backward)
+            inside = position[number == index]
             # Not the call's own action, or that of a unit around it: what those spare, they spare later.
             others = [
                 timeline.option_index[unit, a] for unit, a in chosen if not f"{call.unit}.".startswith(f"{unit}.")
@@ -199,9 +200,9 @@ class Advisor(Forecast):
             return float(values[call.entry] + made[inside].max(initial=0) - spared)
 
         # The first call is the one that is tried; which of them that is, need not be the same in every step.
-        regions = [call for call in structure.calls if call.region]
-        large = {call.unit for call in regions if before(call) + TRIAL_SHARE * trial(call, values) > room_bytes}
-        return {call.unit for call in regions} - large
+        regions = [(i, call) for i, call in enumerate(structure.calls) if call.region]
+        large = {c.unit for i, c in regions if before(i, c) + TRIAL_SHARE * trial(c, values) > room_bytes}
+        return {call.unit for _, call in regions} - large
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.

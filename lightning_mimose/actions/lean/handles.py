@@ -23,6 +23,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
 
 
+def is_ordered(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory in an order that kernels have a way for: rows, or channels last."""
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
 def storages_of(tensors: Iterable[Any]) -> set[int]:
     """The storages of those that are plain tensors, each by its number, which is another's once it is gone."""
     return {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and is_plain(t)}
@@ -320,8 +325,7 @@ class Recipe(Rebuilt):
 
 def _in_one_order(out: torch.Tensor, values: Sequence[Any]) -> bool:
     """Whether an operation on these values would give its result the strides of `out`, which is one of them."""
-    dense = out.is_contiguous() or (out.dim() == 4 and out.is_contiguous(memory_format=torch.channels_last))
-    return dense and all(
+    return is_ordered(out) and all(
         each.stride() == out.stride()
         for each in values
         if isinstance(each, torch.Tensor) and each.shape == out.shape and each is not out

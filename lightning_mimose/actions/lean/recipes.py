@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Handle, Number, Rebuild
+from lightning_mimose.actions.lean.handles import Handle, Number, Rebuild, is_ordered
 
 GRADES = ("lean", "lean+masks", "lean+attention", "lean+expansions", "lean+products")
 """Actions, each of which rebuilds what the one before does and more.
@@ -309,8 +309,7 @@ def _batch_norm(node: Node) -> Made | None:
 def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     # Kernels of the CPU multiply by `invstd * weight`, however they came by it, if the elements are in some order of
     # theirs. With a variance of 1 they are spared the statistics, which take several times as long as the rest.
-    ordered = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-    if x.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and ordered:
+    if x.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and is_ordered(x):
         return torch.native_batch_norm(x, invstd * weight, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # Batch statistics again, and no running ones: those have moved with the forward.
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
