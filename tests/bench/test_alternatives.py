@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.bench.alternatives import ALTERNATIVES, chosen
+from lightning_mimose.bench.alternatives import ALTERNATIVES, autosac, chosen
 from lightning_mimose.bench.alternatives.checkpointing import chains
 from lightning_mimose.bench.runner import Case, NotRun, Runner
 from lightning_mimose.bench.work import Work, built_in
@@ -104,6 +104,25 @@ def test_autosac_plans_and_keeps_the_gradients() -> None:
     assert any("clock" in note for note in saving.remarks())
     peaks(saving, work)
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(saving), strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("kept", [(), (1, 2, 3, 4), (2, 3, 4), (0, 1, 5, 6)], ids=str)
+def test_autosac_may_keep_what_is_written_in_place(kept: tuple[int, ...]) -> None:
+    """Dropout on a CPU makes a mask (2), draws it (3) and scales it (4) in place; its plans keep all three or none."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU(), nn.Linear(8, 8))
+    policy = tuple(int(operation in kept) for operation in range(9))
+    inputs = torch.randn(4, 8)
+
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(0)
+        given = inputs.clone().requires_grad_()
+        model(given).square().sum().backward()
+        assert given.grad is not None
+        return given.grad
+
+    plain = gradient()
+    autosac._apply({"": policy}, model)
+    assert torch.equal(plain, gradient())
 
 
 @pytest.mark.slow

@@ -183,7 +183,9 @@ def _contexts(policy: Sequence[int]) -> tuple[Any, Any]:
         keeps = index < len(policy) and policy[index]
         return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    found: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)
+    # Its plans keep what writes in place together with what it writes over (dropout's mask, divided in place): each is
+    # then found as the last of them left it.
+    found: tuple[Any, Any] = create_selective_checkpoint_contexts(decide, allow_cache_entry_mutation=True)
     return found
 
 
