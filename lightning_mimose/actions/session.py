@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.lean.recipes import ATTENTION, GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader

@@ -9,7 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_mimose.actions.lean.recipes import GRADES
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
 
 EVERYTHING = len(GRADES)
 

@@ -93,8 +93,12 @@ class Kept(Handle):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Sparse tensors have no `nbytes`, and some nested ones no shape: nothing is rebuilt from them.
-        has_shape = tensor.layout == torch.strided and not tensor.is_nested
-        super().__init__(tensor.nbytes if has_shape else 0, tensor.shape if has_shape else (), 0)
+        has_shape = tensor.layout is torch.strided and not tensor.is_nested
+        # Not by way of the base class: this is done for every tensor that is saved.
+        self.nbytes = tensor.nbytes if has_shape else 0
+        self.shape = tensor.shape if has_shape else ()
+        self.grade = self.identity = 0
+        self.is_saved, self.owner = False, None
         self._tensor = tensor.detach()
         self._version = tensor._version
 
@@ -109,7 +113,7 @@ class Kept(Handle):
         Raises:
             RuntimeError: It was changed in place, as torch says it for tensors that no hook took over.
         """
-        if not self.is_intact:
+        if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
@@ -253,6 +257,9 @@ class Mask(Rebuilt):
 class Recipe(Rebuilt):
     """A value that is rebuilt from those of other handles.
 
+    Attributes:
+        widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
+
     Args:
         rebuild: Makes it from the values of `inputs`.
         inputs: What it is made from.
@@ -265,7 +272,7 @@ class Recipe(Rebuilt):
         takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
     """
 
-    __slots__ = ("_gives_away", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "work")
+    __slots__ = ("_gives_away", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "widest_bytes", "work")
 
     def __init__(
         self,
@@ -284,6 +291,8 @@ class Recipe(Rebuilt):
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
+        made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
+        self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
 
     @property
     def is_given_away(self) -> bool:

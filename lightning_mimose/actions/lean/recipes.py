@@ -244,10 +244,12 @@ def _to(node: Node) -> Made:
 
 
 @recipe("MeanBackward1")
-def _mean(node: Node) -> Made:
+def _mean(node: Node) -> Made | None:
     dims = [_signed(dim) for dim in node.raw._saved_dim]
-    keepdim = node.raw._saved_keepdim
-    return Made(lambda x: x.mean(dims, keepdim=keepdim), (node.edge(0),), LIGHT, gives_away=True)
+    x, keepdim = node.edge(0), node.raw._saved_keepdim
+    if x is None:
+        return None
+    return Made(lambda x: x.mean(dims, keepdim=keepdim), (x,), 0.0, LIGHT * prod(x.shape), gives_away=True)
 
 
 # --- norms --------------------------------------------------------------------------------------------------------

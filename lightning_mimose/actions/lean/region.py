@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mimose.actions.lean.handles import Use, unpack
-from lightning_mimose.actions.lean.saves import LeanSaves, References, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import References, Sites
 
 Uses = dict[int, dict[int, Use]]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -36,50 +35,15 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
+from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
 LONGEST_CHAIN = 12
 """Operations that may be run to rebuild one tensor from what is kept."""
-
-
-class Place(NamedTuple):
-    """Where in a unit's forward a tensor is saved.
-
-    Attributes:
-        number: How many were before it.
-        made_by: The operation that made it.
-        recipe: From which of them it would be rebuilt, and how (`Handle.identity`).
-    """
-
-    number: int
-    made_by: str
-    recipe: int
-
-
-@dataclass
-class Sites:
-    """What is known about the places of one unit, over all steps.
-
-    Attributes:
-        checked: Places whose recipe gave the same bits.
-        different: Places whose recipe did not; they keep their tensor.
-    """
-
-    checked: set[Place] = field(default_factory=set)
-    different: set[Place] = field(default_factory=set)
-
-
-class References:
-    """Tensors that are not kept alive by being known."""
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._refs = [weakref.ref(each) for each in tensors if isinstance(each, torch.Tensor)]
-
-    def live(self) -> Iterator[torch.Tensor]:
-        """Those that are still there."""
-        return (tensor for ref in self._refs if (tensor := ref()) is not None)
+WIDEST = 8
+"""How many times its own size may be made on the way to a tensor: to rebuild a sum over much spares next to nothing."""
 
 
 class Saved(NamedTuple):
@@ -235,8 +199,16 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self._constants.is_result(base):
+            # Most are without, which is not worth a search in every step.
+            place = self._grade, self._count, node._sequence_nr() - self._start, self._constants.signature
+            if place in self._sites.hopeless:
+                return None
             found = self.rebuilt(node, output, 0)
-        return None if found is None or isinstance(found, Kept) or found.grade > self._grade else found
+            if self._applies and found is None and not self._constants.changed:  # which may be otherwise next time
+                self._sites.give_up(place)
+        if found is None or isinstance(found, Kept) or found.grade > self._grade:
+            return None
+        return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""

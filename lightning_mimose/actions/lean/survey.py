@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
 from lightning_mimose.actions.lean.recipes import ALLOCATED, GRADES, MASK
-from lightning_mimose.actions.lean.saves import LeanSaves, References, Saved, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved
+from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 
 

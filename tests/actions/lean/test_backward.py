@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mimose.actions.lean.recipes import TABLE, Entry, Made, Node
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Function, Watch, same_bits
 
 

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_mimose.actions.lean.handles import Mask
 from lightning_mimose.actions.lean.recipes import ATTENTION, ELEMENTWISE, MASKS, PRODUCTS
-from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved
+from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
 
@@ -48,6 +49,19 @@ def test_the_norm_of_llama(autocast: bool) -> None:
 
     given = [leaf(40, 48), leaf(40, 48), leaf(40, 48), norm.weight]
     assert_lean(lambda watch, x, w, v, _: function(watch, x, w, v), given, ELEMENTWISE, autocast=autocast)
+
+
+def test_statistics_of_a_composite_norm_are_kept() -> None:
+    """A number for each row would take work on all of the row, twice, and spare next to nothing."""
+
+    def function(watch: Watch, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        scale = watch(torch.rsqrt((x * w).pow(2).mean(-1, keepdim=True) + 1e-6))
+        return watch(x * scale) * v
+
+    given = [leaf(1024, 48) for _ in range(3)]
+    lean = Pass(function, given, PRODUCTS)
+    assert lean.alive == [True, False]
+    assert same_bits(lean.bits, Pass(function, given, None).bits)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mimose.actions.lean.handles import Handle, rebuilt_now
 from lightning_mimose.actions.lean.recipes import ATTENTION, ELEMENTWISE, TABLE
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
 from tests.actions.lean.test_survey import Surveying
 from tests.helpers.lean import Watch, assert_lean, same_bits
 

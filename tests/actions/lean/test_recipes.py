@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, PRODUCTS, TABLE
-from lightning_mimose.actions.lean.saves import LeanSaves, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.recipes import GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
-from lightning_mimose.actions.lean.saves import Sites
+from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState
 

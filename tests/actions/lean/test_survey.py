@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Kept, Mask
 from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, GRADES, MASKS, PRODUCT
-from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved
+from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 from tests.helpers.lean import same_bits

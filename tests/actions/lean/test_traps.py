@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Mask
-from lightning_mimose.actions.lean.saves import LeanSaves, Saved, Sites
+from lightning_mimose.actions.lean.recipes import ELEMENTWISE, MASKS, TABLE, Entry
+from lightning_mimose.actions.lean.saves import LeanSaves, Saved
+from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
 
 Change = Callable[[Tensor], object]
@@ -194,6 +196,22 @@ def test_what_has_no_recipe_on_one_branch_has_one_on_another() -> None:
     assert first.alive == [True]
     then = Pass(partial(function, lambda x: (x * 2) + 1), inputs, EVERYTHING, sites=first.sites)
     assert then.alive == [False]
+
+
+def test_what_has_no_recipe_is_not_looked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the forward took another way, or was allowed more."""
+    asked = []
+    monkeypatch.setitem(TABLE, "GeluBackward0", Entry(ELEMENTWISE, lambda node: asked.append(node.shape)))
+
+    def function(activation: Function, watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return watch(functional.gelu(activation(x))) * w
+
+    inputs = matrix(), matrix()
+    sites = Pass(partial(function, torch.neg), inputs, ELEMENTWISE).sites
+    for activation, grade, again in ((torch.neg, ELEMENTWISE, 0), (torch.neg, MASKS, 1), (torch.exp, ELEMENTWISE, 1)):
+        asked.clear()
+        assert Pass(partial(function, activation), inputs, grade, sites=sites).alive == [True]
+        assert len(asked) == again
 
 
 def test_another_branch_is_compared_anew() -> None:
