@@ -200,18 +200,33 @@ def test_what_has_no_recipe_on_one_branch_has_one_on_another() -> None:
 
 def test_what_has_no_recipe_is_not_looked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where the forward took another way, or was allowed more."""
-    asked = []
-    monkeypatch.setitem(TABLE, "GeluBackward0", Entry(ELEMENTWISE, lambda node: asked.append(node.shape)))
+    asked, entry = [], TABLE["NegBackward0"]
+    monkeypatch.setitem(TABLE, "NegBackward0", Entry(entry.grade, lambda node: asked.append(node) or entry.make(node)))
 
     def function(activation: Function, watch: Function, x: Tensor, w: Tensor) -> Tensor:
-        return watch(functional.gelu(activation(x))) * w
+        return watch(activation(x).neg()) * w
+
+    inputs, cumsum = (matrix(), matrix()), partial(torch.cumsum, dim=0)
+    sites = Pass(partial(function, cumsum), inputs, ELEMENTWISE).sites
+    for activation, grade, again in ((cumsum, ELEMENTWISE, 0), (cumsum, MASKS, 1), (torch.exp, ELEMENTWISE, 1)):
+        asked.clear()
+        lean = Pass(partial(function, activation), inputs, grade, sites=sites)
+        assert (lean.alive, len(asked)) == ([activation is cumsum], again)
+
+
+def test_what_has_no_recipe_in_one_mode_has_one_in_another() -> None:
+    """The same functions were called: what made a recipe impossible was not their name."""
+    norm = torch.nn.BatchNorm1d(47)
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return watch(norm(x)) * w
 
     inputs = matrix(), matrix()
-    sites = Pass(partial(function, torch.neg), inputs, ELEMENTWISE).sites
-    for activation, grade, again in ((torch.neg, ELEMENTWISE, 0), (torch.neg, MASKS, 1), (torch.exp, ELEMENTWISE, 1)):
-        asked.clear()
-        assert Pass(partial(function, activation), inputs, grade, sites=sites).alive == [True]
-        assert len(asked) == again
+    norm.eval()
+    first = Pass(function, inputs, EVERYTHING)
+    assert first.alive == [True]
+    norm.train()
+    assert Pass(function, inputs, EVERYTHING, sites=first.sites).alive == [False]
 
 
 def test_another_branch_is_compared_anew() -> None:
