@@ -23,7 +23,6 @@ from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
-    Mask,
     Number,
     Recipe,
     Use,
@@ -34,6 +33,7 @@ from lightning_mimose.actions.lean.handles import (
     storages_of,
     unpack,
 )
+from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory

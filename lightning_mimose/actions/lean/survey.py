@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Mask, Rebuilt, Recipe, Use, View
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Recipe, Use, View
+from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes import ALLOCATED, GRADES, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Mask
+from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes import ELEMENTWISE, MASKS, TABLE, Entry
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
