@@ -107,6 +107,7 @@ class Attachment:
         self._advisor.leave_out(self._left_out | refused.keys())
         cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
         self._advisor.shelter = self._session.standing(cut)
+        self._session.news = True
         by_reason: dict[str, list[str]] = {}
         for unit in [name for name in refused if name not in self._told]:
             self._told.add(unit)

@@ -228,17 +228,19 @@ class Engine:
             SizeError: The batch has no tensors, or another type than before.
         """
         began = time.perf_counter()
-        if not accumulates:
+        if self._sharded and not accumulates:
             reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
-        size = self.advisor.tracker.observe(batch)
-        self.ledger.count_gradients()
-        if self._trained not in (None, self.ledger.trained):
-            self.advisor.forget()
-        self._trained = self.ledger.trained
+        size, ledger = self.advisor.tracker.observe(batch), self.ledger
+        ledger.count_gradients()
+        if ledger.trained is not self._trained:
+            if self._trained not in (None, ledger.trained):
+                self.advisor.forget()
+            self._trained = ledger.trained
         data = batch_bytes(batch)
-        lasting = self.ledger.lasting_bytes() + data
-        resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
-        self._trials.limit_menu()
+        lasting = ledger.lasting_bytes() + data
+        resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        if self.session.news:
+            self._trials.limit_menu()
         if self.tenancy is not None:
             self.tenancy.allow(size, resident)
         advice, error = self.advisor.advise(size, resident, data), None
@@ -255,15 +257,14 @@ class Engine:
         if advice.plan is None:
             actions = self.advisor.shelter
         elif actions is None:
-            actions = dict(advice.plan.choices)
+            actions = self.advisor.actions_of(advice.plan)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
         )
-        self._step.unfilled_bytes = self.ledger.unfilled_bytes()
+        self._step.unfilled_bytes = ledger.unfilled_bytes()
         self._arm(self._step)
-        lasts = resident.update_bytes - self._update.cost.transient_bytes
-        if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
+        if self.tenancy is not None and not self.tenancy.begin(self._step, self._update.rest_bytes(resident)):
             self._clear(self._step, ran=False)
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
@@ -355,11 +356,11 @@ class Engine:
         step = self._step
         if step is None:
             return None
-        if step.updating:
-            self._lessons.of_update(step)
-        else:
+        if not step.updating:
             self._finish_together(step)
-        actions = self.session.actions  # the next step has a dictionary of its own
+        elif step.recorder is not None:
+            self._lessons.of_update(step)
+        actions = self.session.actions
         self._clear(step)
         if self.tenancy is not None:
             self.tenancy.turn()
@@ -395,22 +396,24 @@ class Engine:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder = step.gradients = None
-        armed = self.session.armed
-        self.session.disarm(ran=ran)
-        self._step = None
+        session, self._step = self.session, None
+        armed = session.armed
+        session.disarm(ran=ran)
         if self.tenancy is not None:
             self.tenancy.end()
         if self._attachment.has_news:
             self._attachment.take_refusals()
         if armed:  # else no unit can have been tried
             self._trials.disarm()
-        if self.session.surprised:
-            self.session.surprised = False
-            self.advisor.different = dict(self.session.different)
+        if session.surprised:
+            session.surprised = False
+            self.advisor.different = dict(session.different)
             self.advisor.forget()
 
     def _finish_together(self, step: Step) -> None:
         """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
+        if step.recorder is None and not step.sheltered:
+            return
         error = None
         try:
             self._lessons.of_backward(step)
@@ -464,7 +467,7 @@ class Engine:
         step = self._step
         if step is None:
             return False
-        before = dict(self.session.actions)
+        before = self.session.actions
         if step.recorder is not None and step.measuring:
             step.recorder.stop()
         if step.gradients is not None:
@@ -483,7 +486,7 @@ class Engine:
         )
         self._arm(step)
         if self.tenancy is not None:
-            self.tenancy.again(step, step.resident.update_bytes - self._update.cost.transient_bytes)
+            self.tenancy.again(step, self._update.rest_bytes(step.resident))
         return True
 
     def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:

@@ -38,7 +38,7 @@ class Session:
 
     Attributes:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
-        actions: Unit name -> action, for this step.
+        actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
@@ -62,6 +62,7 @@ class Session:
         indivisible: Unit -> why it cannot be.
         stops: Where this step may have to wait for other jobs, if it may.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
+        news: Whether units were tried or left out since plans were last told of it.
     """
 
     armed: bool = False
@@ -89,13 +90,13 @@ class Session:
     indivisible: dict[str, str] = field(default_factory=dict)
     stops: Stops | None = None
     learning_steps: int = 0
+    news: bool = False
 
-    def arm(self, actions: Mapping[str, str], recorder: StepRecorder | None) -> None:
+    def arm(self, actions: dict[str, str], recorder: StepRecorder | None) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
-        self.recorder, self.inside, self.trial = recorder, 0, None
+        self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
         self.compared = False
         self.given.clear()
-        self.latest = None
         self.actions = self.standing(actions)
         if self.offloader is not None:
             self.offloader.begin()
@@ -112,7 +113,8 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.learning_steps = max(0, self.learning_steps - ran)
+        if ran and self.learning_steps:
+            self.learning_steps -= 1
         self.given.clear()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
@@ -121,10 +123,10 @@ class Session:
             self.refused.setdefault(name, reason)
         self.actions = self.standing(self.actions)
 
-    def standing(self, actions: Mapping[str, str]) -> dict[str, str]:
-        """Actions without refused units, whose parts stand in for them."""
+    def standing(self, actions: dict[str, str]) -> dict[str, str]:
+        """Actions without refused units, whose parts stand in for them; as they are while nothing is refused."""
         if not self.refused:
-            return dict(actions)
+            return actions
         found: dict[str, str] = {}
         waiting = list(reversed(list(actions.items())))
         while waiting:
@@ -168,6 +170,7 @@ class _Calls:
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
         self._divisible = Divisible(self._state)
+        session.news = True
         if session.splits:
             session.unsplit.add(unit.name)
         if self._may_be_lean():
@@ -185,12 +188,14 @@ class _Calls:
             return original(*args, **kwargs)
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)
-        recorder = session.recorder
+        recorder, action = session.recorder, session.actions.get(name)
+        if action is None and recorder is None and session.offloader is None and name not in session.tries:
+            return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are
         if session.inside or (recorder is not None and recorder.replaying):
             return self._kept(args, kwargs)
         if _out_of_reach(name, session):
             return original(*args, **kwargs)
-        out = self._planned(session.actions.get(name), args, kwargs)
+        out = self._planned(action, args, kwargs)
         if session.offloader is not None:
             session.offloader.ran(out)
         return out
@@ -244,6 +249,7 @@ class _Calls:
     def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
         """Find out beside the step whether the unit can be split."""
         session = self._session
+        session.news = True
         session.split_tries.discard(self._name)
         session.unsplit.discard(self._name)  # once: what is out of memory now would be again
         found = self._divisible.known(args, kwargs)
@@ -266,6 +272,7 @@ class _Calls:
         return None
 
     def _refuse_split(self, reason: str) -> None:
+        self._session.news = True
         self._session.divisible.discard(self._name)
         self._session.indivisible[self._name] = reason
 
@@ -296,7 +303,7 @@ class _Calls:
         """Compare every recipe with its tensor, beside the step."""
         session = self._session
         session.tries.discard(self._name)
-        session.compared = True
+        session.compared = session.news = True
         with session.recorder.aside() if session.recorder is not None else nullcontext():
             lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
             tried = try_recipes(self._name, self._original, args, kwargs, state, self._enter, lean)
