@@ -21,10 +21,10 @@ from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial, prove, try_recipes
-from lightning_mimose.actions.recompute import RegionObserver, flattened, opaque_argument, recompute
+from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.collector import Region, StepRecorder
 from lightning_mimose.shared.stops import Stops
 from lightning_mimose.units import Unit, is_compiled
 
@@ -208,11 +208,11 @@ class _Calls:
         if action == OFFLOAD and self._session.offloader is not None:
             return self._offloaded(self._session.offloader, args, kwargs)
         if action in REPEATING:
-            leaves, _ = flattened(args, kwargs)
-            if self._can_be_repeated(leaves, args, kwargs):
+            flat = flattened(args, kwargs)
+            if self._can_be_repeated(flat[0], args, kwargs):
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)
-                return self._recomputed(leaves, args, kwargs, lean=action == RECOMPUTE_LEAN)
+                return self._recomputed(flat, args, kwargs, lean=action == RECOMPUTE_LEAN)
         return self._kept(args, kwargs)
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,16 +224,13 @@ class _Calls:
     def _can_be_repeated(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
         name, session = self._name, self._session
-        opaque = opaque_argument(leaves)
-
+        unrepeatable = unrepeatable_argument(leaves)
         if self._generator_is_out_of_sight(leaves):
             session.refuse(
                 {name: "it is given no tensor on its device, so that device's generator would not be put back"}
             )
-        elif opaque:
-            session.refuse({name: f"it is given a {opaque}, which may change before it runs again"})
-        elif any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves):
-            session.refuse({name: "it is given a tensor that was made in inference mode, which nothing can save"})
+        elif unrepeatable:
+            session.refuse({name: f"it is given a {unrepeatable}"})
         elif session.proves and not self._state.known():
             with session.recorder.aside() if session.recorder is not None else nullcontext():
                 watch = not self._compiled
@@ -277,12 +274,12 @@ class _Calls:
         self._session.indivisible[self._name] = reason
 
     def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session, leaves = self._session, tree_leaves((args, kwargs))
+        session, flat = self._session, flattened(args, kwargs)
         # Arguments may have another form than those that were tried (a mask, where there was none), or the unit
         # another mode: to run it both ways now takes less memory than to recompute it as a whole.
         seam = self._try_splitting(args, kwargs)
         if seam is not None:
-            self._note_given(leaves)
+            self._note_given(flat[0])
             session.inside += 1
             try:
                 return run_split(self._original, args, kwargs, seam, chunks, self._state)
@@ -292,7 +289,7 @@ class _Calls:
             finally:
                 session.inside -= 1
         session.compared = True  # more than was planned: nothing is to be learnt from this step
-        return self._recomputed(leaves, args, kwargs)
+        return self._recomputed(flat, args, kwargs)
 
     def _note_given(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -364,16 +361,18 @@ class _Calls:
             session.inside -= 1
 
     def _recomputed(
-        self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], lean: bool = False
+        self, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any], lean: bool = False
     ) -> Any:
-        name, session, original = self._name, self._session, self._original
-        recorder = session.recorder
-        held = self._state.buffers()
-        survey = LeanSurvey(self._sites, held, leaves) if recorder is not None and self._may_be_lean() else None
-        region = recorder.region(name, args, kwargs, survey) if recorder is not None else None
-        observer: RegionObserver | None = region
-        if lean and region is None and name not in session.untried and self._may_be_lean():
-            observer = LeanRegion(self._sites, ATTENTION, self._state.parameters, held, leaves, self._learn_from)
+        name, session, original, state = self._name, self._session, self._original, self._state
+        recorder, leaves = session.recorder, flat[0]
+        region: Region | None = None
+        observer: RegionObserver | None = None
+        if recorder is not None:
+            survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
+            observer = region = recorder.region(name, args, kwargs, survey)
+        elif lean and name not in session.untried and self._may_be_lean():
+            held = state.buffers()
+            observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._learn_from)
         self._note_given(leaves)
         out: Any = None
         ran = False
@@ -387,8 +386,8 @@ class _Calls:
 
         session.inside += 1
         try:
-            out = recompute(tracked, args, kwargs, self._state, observer)
-            if self._state.wrote_late:
+            out = recompute(tracked, args, kwargs, state, observer, flat)
+            if state.wrote_late:
                 session.learning_steps = 2  # the present attempt has begun without knowing
         finally:
             session.inside -= 1
