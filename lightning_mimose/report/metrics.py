@@ -98,7 +98,7 @@ class _Window:
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    return max(filter(None, (one, other)), default=None)
+    return max((value for value in (one, other) if value is not None), default=None)
 
 
 class StepMetrics:
