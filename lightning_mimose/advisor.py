@@ -30,6 +30,8 @@ from lightning_mimose.sizes import BatchSize
 
 log = logging.getLogger(__name__)
 
+KNOWN_PLANS = 64
+"""Plans whose actions are remembered as a dictionary."""
 TRIAL_SHARE = 1.5
 """What a unit that is tried beside a planned step may take, as a share of its working set."""
 
@@ -62,6 +64,8 @@ class Advisor(Forecast):
         """What about -> advice on operators that would lower the peak."""
         self.announce: Callable[[str], None] = log.info
         self._announced = False
+        self._actions: dict[int, tuple[Plan, dict[str, str]]] = {}
+        """By the identity of plans, which are held so that no other object can have it."""
 
     def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         """The plan for a batch.
@@ -71,15 +75,13 @@ class Advisor(Forecast):
             resident: What is resident, the batch included.
             batch_bytes: The batch's part of it, which does not identify a plan.
         """
-        self.resident = Resident(
-            resident.lasting_bytes - batch_bytes,
-            resident.old_gradient_bytes,
-            resident.zeroes_gradients,
-            resident.update_bytes - batch_bytes,
-        )
-        self.estimator.resident_bytes = self.resident.total_bytes
+        lasting, gradients, zeroes, update = resident
+        self.resident = Resident(lasting - batch_bytes, gradients, zeroes, update - batch_bytes)
+        self.estimator.resident_bytes = lasting - batch_bytes + gradients
         planned = size.rounded_up()
         plan = self.planner.cache.get(self._key(planned), self.budget_bytes)
+        if plan is not None and planned is size:
+            return Advice(plan, plan.predicted_peak_bytes, True)
         if plan is None and planned is not size:
             plan, planned = self.planner.cache.get(self._key(size), self.budget_bytes), size
         hit, infeasible = plan is not None, False
@@ -100,6 +102,15 @@ class Advisor(Forecast):
                 return Advice(None, None, False)
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible)
+
+    def actions_of(self, plan: Plan) -> dict[str, str]:
+        """The units of a plan that act; the same dictionary whenever the plan is asked for again."""
+        known = self._actions.get(id(plan))
+        if known is None:
+            if len(self._actions) >= KNOWN_PLANS:
+                self._actions.clear()
+            known = self._actions[id(plan)] = plan, dict(plan.choices)
+        return known[1]
 
     def _key(self, size: BatchSize) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""

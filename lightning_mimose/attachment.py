@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from torch import nn
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
+from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.proof import COLLECTIVE
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.errors import UnitsError, UnsupportedError
 from lightning_mimose.measure.cap import ReservedCap
@@ -107,6 +108,7 @@ class Attachment:
         self._advisor.leave_out(self._left_out | refused.keys())
         cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
         self._advisor.shelter = self._session.standing(cut)
+        self._session.news = True
         by_reason: dict[str, list[str]] = {}
         for unit in [name for name in refused if name not in self._told]:
             self._told.add(unit)

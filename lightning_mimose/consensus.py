@@ -5,7 +5,6 @@ The rule is told in `agreement`; here is what this rank knows, says and judges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_mimose.actions.session import Session
@@ -49,7 +48,7 @@ class Consensus:
         resident: Resident,
         advice: Advice,
         error: BudgetInfeasibleError | None,
-    ) -> tuple[Advice, Mapping[str, str] | None]:
+    ) -> tuple[Advice, dict[str, str] | None]:
         """Come to one plan.
 
         Args:

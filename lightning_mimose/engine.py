@@ -31,12 +31,11 @@ from lightning_mimose.consensus import Consensus
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
 from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.cap import ReservedCap
-from lightning_mimose.measure.collector import StepRecorder
-from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.metering import Metering
 from lightning_mimose.plan import PlannerChoice
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import Refuser, device_memory_error
@@ -48,10 +47,6 @@ from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
 from lightning_mimose.trials import Trials
 from lightning_mimose.units import Unit, find_units, fingerprint
-
-VERIFIED_STEPS = 3
-"""Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
-MEASURE_EVERY = 50
 
 
 class Engine:
@@ -136,10 +131,9 @@ class Engine:
         self._update = UpdateReserve(self.ledger)
         self._trials = Trials(self.advisor, self.session)
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
+        self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
         self._step: Step | None = None
         self._trained: tuple[bool, ...] | None = None
-        self._planned = 0
-        self._meters_are_free = self.device.type != "cpu"
 
     @property
     def budget_bytes(self) -> int:
@@ -228,17 +222,19 @@ class Engine:
             SizeError: The batch has no tensors, or another type than before.
         """
         began = time.perf_counter()
-        if not accumulates:
+        if self._sharded and not accumulates:
             reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
-        size = self.advisor.tracker.observe(batch)
-        self.ledger.count_gradients()
-        if self._trained not in (None, self.ledger.trained):
-            self.advisor.forget()
-        self._trained = self.ledger.trained
+        size, ledger = self.advisor.tracker.observe(batch), self.ledger
+        ledger.count_gradients()
+        if ledger.trained is not self._trained:
+            if self._trained not in (None, ledger.trained):
+                self.advisor.forget()
+            self._trained = ledger.trained
         data = batch_bytes(batch)
-        lasting = self.ledger.lasting_bytes() + data
-        resident = Resident(lasting, self.ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
-        self._trials.limit_menu()
+        lasting = ledger.lasting_bytes() + data
+        resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        if self.session.news:
+            self._trials.limit_menu()
         if self.tenancy is not None:
             self.tenancy.allow(size, resident)
         advice, error = self.advisor.advise(size, resident, data), None
@@ -255,51 +251,30 @@ class Engine:
         if advice.plan is None:
             actions = self.advisor.shelter
         elif actions is None:
-            actions = dict(advice.plan.choices)
+            actions = self.advisor.actions_of(advice.plan)
         known = resident_tensors(self.model, batch) if advice.plan is None else ()
         self._step = Step(
             size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
         )
-        self._step.unfilled_bytes = self.ledger.unfilled_bytes()
+        self._step.unfilled_bytes = ledger.unfilled_bytes()
         self._arm(self._step)
-        lasts = resident.update_bytes - self._update.cost.transient_bytes
-        if self.tenancy is not None and not self.tenancy.begin(self._step, lasts):
+        if self.tenancy is not None and not self.tenancy.begin(self._step, self._update.rest_bytes(resident)):
             self._clear(self._step, ran=False)
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
 
     def _arm(self, step: Step) -> None:
-        if step.sheltered or self._measures_planned_step(step):
-            step.gradients = GradientLedger(
-                self.ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
-            )
-            step.recorder = StepRecorder(self.device, step.known, step.gradients, profile=self.profile)
+        self._metering.arm(step)
         self.session.arm(step.actions, None)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:
-        """The forward is about to run; a meter starts here, if this step has one.
-
-        Not in `begin_step`: torch's optimizers run their closure inside a `record_function`, and a profiler that is
-        started outside it and stopped inside leaves it with a pointer to memory that is gone.
-        """
-        step = self._step
+        """The forward is about to run."""
         if self.tenancy is not None:
             self.tenancy.begin_forward()
-        if step is not None and step.recorder is not None and not step.measuring:
-            step.measuring = True
-            step.recorder.start()
-            if step.sheltered:
-                self.session.record(step.recorder)
-
-    def _measures_planned_step(self, step: Step) -> bool:
-        if self._meters_are_free:
-            return True
-        if not step.resident.zeroes_gradients and not step.accumulates:
-            # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
-            return False
-        return self._planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
+        if self._step is not None:
+            self._metering.begin_forward(self._step)
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins.
@@ -320,9 +295,7 @@ class Engine:
             self.tenancy.begin_backward()
         # LBFGS evaluates the loss again inside its update, which is then more than an update.
         step.evaluated_again = step.updating
-        if step.gradients is not None and step.recorder is not None and step.measuring:
-            step.gradients.begin_backward()
-            step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
+        self._metering.begin_backward(step, loss)
 
     def before_update(self) -> None:
         """Backward is done; an optimizer is about to update.
@@ -339,9 +312,7 @@ class Engine:
         if self.tenancy is not None:
             self.tenancy.update()
         if measured:
-            step.gradients = GradientLedger(self.ledger.parameters(), follow=False)
-            step.recorder = StepRecorder(self.device, (), step.gradients, profile=self.profile)
-            step.recorder.start()
+            self._metering.begin_update(step)
 
     def end_step(self, number: int = 0) -> StepRecord | None:
         """The step is over; None if none was running.
@@ -355,15 +326,15 @@ class Engine:
         step = self._step
         if step is None:
             return None
-        if step.updating:
-            self._lessons.of_update(step)
-        else:
+        if not step.updating:
             self._finish_together(step)
-        actions = self.session.actions  # the next step has a dictionary of its own
+        elif step.recorder is not None:
+            self._lessons.of_update(step)
+        actions = self.session.actions
         self._clear(step)
         if self.tenancy is not None:
             self.tenancy.turn()
-        self._planned += not step.sheltered
+        self._metering.planned += not step.sheltered
         return StepRecord(
             step=number,
             batch_idx=step.batch_idx,
@@ -386,31 +357,30 @@ class Engine:
         step = self._step
         if step is not None:
             try:
-                if step.recorder is not None and step.measuring:
-                    step.recorder.stop()
+                self._metering.stop(step)
             finally:
                 self._clear(step)
 
     def _clear(self, step: Step, *, ran: bool = True) -> None:
-        if step.gradients is not None:
-            step.gradients.close()
-        step.recorder = step.gradients = None
-        armed = self.session.armed
-        self.session.disarm(ran=ran)
-        self._step = None
+        self._metering.close(step)
+        session, self._step = self.session, None
+        armed = session.armed
+        session.disarm(ran=ran)
         if self.tenancy is not None:
             self.tenancy.end()
         if self._attachment.has_news:
             self._attachment.take_refusals()
         if armed:  # else no unit can have been tried
             self._trials.disarm()
-        if self.session.surprised:
-            self.session.surprised = False
-            self.advisor.different = dict(self.session.different)
+        if session.surprised:
+            session.surprised = False
+            self.advisor.different = dict(session.different)
             self.advisor.forget()
 
     def _finish_together(self, step: Step) -> None:
         """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
+        if step.recorder is None and not step.sheltered:
+            return
         error = None
         try:
             self._lessons.of_backward(step)
@@ -464,12 +434,9 @@ class Engine:
         step = self._step
         if step is None:
             return False
-        before = dict(self.session.actions)
-        if step.recorder is not None and step.measuring:
-            step.recorder.stop()
-        if step.gradients is not None:
-            step.gradients.close()
-        step.recorder, step.gradients, step.measuring, step.in_backward, step.retried = None, None, False, False, True
+        before = self.session.actions
+        self._metering.stop(step)
+        step.in_backward, step.retried = False, True
         self._attachment.take_refusals()
         if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
             self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
@@ -483,7 +450,7 @@ class Engine:
         )
         self._arm(step)
         if self.tenancy is not None:
-            self.tenancy.again(step, step.resident.update_bytes - self._update.cost.transient_bytes)
+            self.tenancy.again(step, self._update.rest_bytes(step.resident))
         return True
 
     def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:

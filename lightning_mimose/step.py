@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ class Step:
     advice: Advice
     resident: Resident
     batch_bytes: int
-    actions: Mapping[str, str]
+    actions: dict[str, str]
     planning_seconds: float
     accumulates: bool
     known: Sequence[torch.Tensor]

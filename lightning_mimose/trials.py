@@ -18,15 +18,16 @@ class Trials:
 
     def __init__(self, advisor: Advisor, session: Session) -> None:
         self._advisor, self._session = advisor, session
+        self._waiting: set[str] = set()
         self._looked: set[BatchSize] = set()
         self._last: tuple[set[str], int] = set(), 0
 
     def arm(self, step: Step) -> None:
         """Name the units that this step tries; of a step that is armed already."""
-        advisor, session = self._advisor, self._session
-        waiting = self._untried()
-        session.tries, session.split_tries = set(), set()
-        if step.retried or not self._is_news(step, waiting | session.unsplit):
+        advisor, session, waiting = self._advisor, self._session, self._waiting
+        if session.tries or session.split_tries:
+            session.tries, session.split_tries = set(), set()
+        if not (waiting or session.unsplit) or step.retried or not self._is_news(step, waiting | session.unsplit):
             return
         if waiting:
             session.tries = waiting & advisor.room_to_try(step.size, step.resident, step.advice)
@@ -37,8 +38,6 @@ class Trials:
 
     def _is_news(self, step: Step, waiting: set[str]) -> bool:
         """Whether the room was not looked at yet for a size, since the plans' choice or the budget last changed."""
-        if not waiting:
-            return False
         now = waiting, self._advisor.budget_bytes
         if now != self._last:
             self._last = now
@@ -50,15 +49,17 @@ class Trials:
 
     def disarm(self) -> None:
         """The step is over."""
-        self._session.tries, self._session.split_tries = set(), set()
-        self.limit_menu()
+        session = self._session
+        if session.tries or session.split_tries:
+            session.tries, session.split_tries = set(), set()
+        if session.news:
+            self.limit_menu()
 
     def limit_menu(self) -> None:
         """Plan no action that a unit was not tried with."""
-        self._advisor.indivisible = self._session.indivisible
-        self._advisor.limit(self._untried(), self._session.divisible)
-
-    def _untried(self) -> set[str]:
-        """Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes."""
-        untried = self._session.untried
-        return untried & self._advisor.shelter.keys() if untried else set()
+        session, advisor = self._session, self._advisor
+        session.news = False
+        # Units that could be kept lean but for a trial: lean saves are surveyed in what the shelter recomputes.
+        self._waiting = session.untried & advisor.shelter.keys()
+        advisor.indivisible = session.indivisible
+        advisor.limit(self._waiting, session.divisible)

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import added
 from bench.added import Block
+from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.loop import Mimose
 from lightning_mimose.units import Unit, find_units
 

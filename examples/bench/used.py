@@ -18,8 +18,9 @@ from bench.models import WORKLOADS, Batch, Workload
 from bench.running import budget_at, run
 from lightning_mimose import MimoseCallback
 from lightning_mimose.actions.caches import CacheSwitch
+from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.units import find_units
 

@@ -51,15 +51,18 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
 
 
-def opaque_argument(leaves: Sequence[Any]) -> str | None:
-    """The class of a leaf of the arguments that could not be given to a region again, if there is one.
+def unrepeatable_argument(leaves: Sequence[Any]) -> str | None:
+    """What among the leaves of the arguments could not be given to a region again, in words; None if all of it can.
 
     An object that pytree cannot take apart may be changed by whoever holds it before backward, and the recomputation
     would then see other tensors, of the same shapes and with no error.
     """
     for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
-            return type(leaf).__name__
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_inference():
+                return "tensor that was made in inference mode, which nothing can save"
+        elif not isinstance(leaf, _PLAIN) and not callable(leaf):
+            return f"{type(leaf).__name__}, which may change before it runs again"
     return None
 
 
@@ -69,6 +72,7 @@ def recompute(
     kwargs: dict[str, Any],
     state: WrittenState,
     observer: RegionObserver | None = None,
+    flat: tuple[list[Any], Any] | None = None,
 ) -> Any:
     """Run a unit's forward as a checkpointed region.
 
@@ -78,11 +82,12 @@ def recompute(
         kwargs: Its keyword arguments, any structure.
         state: The unit's written buffers, put back around a recomputation.
         observer: Watches the runs; one that measures wants a recomputation to run to its end.
+        flat: What `flattened` made of the arguments, where that is known; its leaves are taken out.
 
     Returns:
         What the forward returned.
     """
-    leaves, spec = flattened(args, kwargs)
+    leaves, spec = flattened(args, kwargs) if flat is None else flat
     # The first run gets the caller's own containers, which it may fill (a list of auxiliary losses); a recomputation
     # gets copies of what they held then.
     first: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
@@ -126,8 +131,12 @@ def recompute(
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """The leaves of a call's arguments, and their structure; None if they are tensors by position, as is usual."""
-    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-        return list(args), None
+    if not kwargs:
+        for arg in args:
+            if not isinstance(arg, torch.Tensor):
+                break
+        else:
+            return list(args), None
     return tree_flatten((args, kwargs))
 
 

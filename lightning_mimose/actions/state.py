@@ -89,23 +89,22 @@ class WrittenState:
 
     def known(self) -> bool:
         """Whether a forward in the present mode was seen before."""
-        return self._look_at_mode()[1] in self._written
+        return self._mode_now() in self._written
 
-    def _look_at_mode(self) -> tuple[list[nn.Module], tuple[bool, ...]]:
-        inside = self.modules()
-        return inside, tuple([module.training for module in inside])
+    def _mode_now(self) -> tuple[bool, ...]:
+        return tuple([module.training for ref in self._modules if (module := ref()) is not None])
 
     def before_forward(self) -> Saved:
         """Copy what the forward may write (all there is until it is known which it does)."""
-        inside, self._mode = self._look_at_mode()
+        self._mode = self._mode_now()
         known = self._written.get(self._mode)
         if known is None:
-            return copy_all(inside)
+            return copy_all(self.modules())
         late = self._unwritten.get(self._mode)
         if late is None:
-            late = self._unwritten[self._mode] = LateWrites(list(_entries(inside)), known)
+            late = self._unwritten[self._mode] = LateWrites(list(_entries(self.modules())), known)
         self._look = late.look()
-        return copy_places(known)
+        return copy_places(known) if known else []
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.
@@ -118,7 +117,7 @@ class WrittenState:
         self.wrote_late = False
         if self._mode in self._written:
             return before + self._written_late()
-        changed = changes(before) + appeared(self._look_at_mode()[0], before)
+        changed = changes(before) + appeared(self.modules(), before)
         self._written[self._mode] = places(changed)
         return changed
 

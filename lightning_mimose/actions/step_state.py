@@ -78,10 +78,13 @@ class StepCopy:
         self._state, self._modules = state, modules
         self._suspects: list[tuple[Entry, bytes | int]] = []
         if modules is None:
+            found, self._pieces = [], []
             known = state.known()
-            found = copy_places(known, tensors=False) if known else []
-            readable = [e.value for e in found if isinstance(e.value, torch.Tensor) and is_readable(e.value)]
-            self._pieces = _in_pieces(readable) if readable else []
+            if known:
+                found = copy_places(known, tensors=False)
+                self._pieces = _in_pieces(
+                    [e.value for e in found if isinstance(e.value, torch.Tensor) and is_readable(e.value)]
+                )
         else:
             found, self._pieces = [], []
             for owner, name, value in state_of(modules):

@@ -223,7 +223,9 @@ class ResidentLedger:
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""
-        entries = sum(len(optimizer.state) for optimizer in self._optimizers)
+        entries = 0
+        for optimizer in self._optimizers:
+            entries += len(optimizer.state)
         if entries != self._state_entries or entries == 1:  # LBFGS has one entry, whose lists grow
             self._state_entries = entries
             self._state_bytes = storage_bytes(

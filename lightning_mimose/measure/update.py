@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, probe_optimizer
+from lightning_mimose.predict.structure import Resident
 
 
 class UpdateReserve:
@@ -38,6 +39,10 @@ class UpdateReserve:
     def measured(self, transient_bytes: int) -> None:
         """The update as it really is replaces what was measured on small copies."""
         self.cost = OptimizerCost(self.cost.state_bytes, transient_bytes)
+
+    def rest_bytes(self, resident: Resident) -> int:
+        """What lasts when a step has ended, its batch included."""
+        return resident.update_bytes - self.cost.transient_bytes
 
     def peak_bytes(self, lasting_bytes: int) -> int:
         """What an update reaches.

@@ -289,13 +289,13 @@ class MimoseCallback(Callback):
             budget = self.budget if shared else self._engine.budget_bytes
             self._close()
             self._open(trainer, pl_module, budget)
+        first = is_first_of_accumulation(trainer, pl_module, batch_idx)
         self._engine.begin_step(
             batch,
             batch_idx=batch_idx,
             epoch=trainer.current_epoch,
-            zeroes_gradients=self._habits.zeroes(trainer, pl_module, batch_idx),
-            accumulates=pl_module.automatic_optimization
-            and not is_first_of_accumulation(trainer, pl_module, batch_idx),
+            zeroes_gradients=self._habits.zeroes(pl_module, first),
+            accumulates=not first and pl_module.automatic_optimization,
         )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:

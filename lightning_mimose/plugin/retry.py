@@ -43,6 +43,10 @@ class RetryHook:
                 self._loop._make_closure = self._own  # type: ignore[union-attr]
 
 
+_AFTER_IT = ("on_train_batch_end.", "on_train_epoch_end.")
+"""How the keys of values begin that are logged when the closure is over (this package's own, above all)."""
+
+
 def keep_logged(trainer: Any) -> Callable[[], None]:
     """Remember every value that `self.log` has collected; what is returned puts them back.
 
@@ -52,11 +56,12 @@ def keep_logged(trainer: Any) -> Callable[[], None]:
     results = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "_results", None)
     if results is None:
         return lambda: None
-    kept = {key: dict(vars(metric)) for key, metric in results.items()}
+    there = set(results)
+    kept = {key: dict(vars(metric)) for key, metric in results.items() if not key.startswith(_AFTER_IT)}
     size = results.batch_size
 
     def undo() -> None:
-        for key in [key for key in results if key not in kept]:
+        for key in [key for key in results if key not in there]:
             del results[key]
         for key, values in kept.items():
             vars(results[key]).clear()
@@ -75,16 +80,15 @@ class Exchanges:
 
     def note(self) -> None:
         """From here on."""
-        settle_buckets(self._strategy)
-        self._before = self._number()
+        if reducer_of(self._strategy) is not None:
+            settle_buckets(self._strategy)
+            self._before = self._number()
 
     def __call__(self) -> bool:
         """Whether it has."""
-        return self._number() != self._before
+        return reducer_of(self._strategy) is not None and self._number() != self._before
 
     def _number(self) -> int:
-        if reducer_of(self._strategy) is None:
-            return 0
         group: Any = torch.distributed.group.WORLD
         return int(group._get_sequence_number_for_group())
 

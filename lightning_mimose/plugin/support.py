@@ -149,9 +149,8 @@ class GradientHabits:
         self._frees: bool | None = None if owner.__name__ != "LightningModule" else True
         self._watching = False
 
-    def zeroes(self, trainer: Any, module: Any, batch_idx: int) -> bool:
-        """Whether gradients are freed in this batch. Called before its forward."""
-        due = is_first_of_accumulation(trainer, module, batch_idx)
+    def zeroes(self, module: nn.Module, due: bool) -> bool:
+        """Whether gradients are freed in this batch, if that is when Lightning would. Called before its forward."""
         self._watching = due and self._frees is None and _has_gradients(module)
         return due and self._frees is True
 

@@ -40,10 +40,22 @@ class _Window:
         if predicted is not None and (self.predicted_peak_bytes is None or predicted > self.predicted_peak_bytes):
             self.predicted_peak_bytes = predicted
         self.budget_bytes = record.budget_bytes
-        self.recomputed_units += record.recomputed_units
-        self.lean_units += record.lean_units
+        if record.actions:
+            self.recomputed_units += record.recomputed_units
+            self.lean_units += record.lean_units
         self.cache_hits += record.cache_hit
         self.planning_seconds += record.planning_seconds
+
+    def join(self, later: _Window) -> None:
+        """Take in the steps of a window that begins where this one ends."""
+        self.steps += later.steps
+        self.peak_bytes = _larger(self.peak_bytes, later.peak_bytes)
+        self.predicted_peak_bytes = _larger(self.predicted_peak_bytes, later.predicted_peak_bytes)
+        self.budget_bytes = self.budget_bytes if later.budget_bytes is None else later.budget_bytes
+        self.recomputed_units += later.recomputed_units
+        self.lean_units += later.lean_units
+        self.cache_hits += later.cache_hits
+        self.planning_seconds += later.planning_seconds
 
     def local(self) -> dict[str, float]:
         """This rank's values, by metric; what no step had is left out."""
@@ -85,6 +97,10 @@ class _Window:
         return result
 
 
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
 class StepMetrics:
     """Logs what the steps cost, rarely and without touching the device or a generator.
 
@@ -104,6 +120,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
+        self._latest = _Window()  # a step adds to this one alone: to both others it is joined when they are asked for
         self._recent = _Window()
         self._epoch = _Window()
 
@@ -115,16 +132,17 @@ class StepMetrics:
             callback: Whose `log` is called, in its `on_train_batch_end`.
             record: The step.
         """
-        self._recent.add(record)
-        self._epoch.add(record)
+        self._latest.add(record)
         if trainer.barebones or not _logs_now(trainer):
             return
+        self._join()
         for name, value in self._recent.local().items():
             _log(callback, PREFIX + name, value, on_step=True, on_epoch=False, prog_bar=name in PROGRESS_BAR)
         self._recent = _Window()
 
     def log_epoch(self, trainer: Trainer, callback: Callback) -> None:
         """Log the epoch's values, the same on every rank. Call it on every rank, in `on_train_epoch_end`."""
+        self._join()
         epoch, self._epoch = self._epoch, _Window()
         if trainer.barebones:
             return
@@ -134,6 +152,11 @@ class StepMetrics:
             # The ranks agree already; Lightning would warn about epoch values that it does not reduce itself.
             more: dict[str, Any] = {"sync_dist": True, "reduce_fx": "max", "device": device}
             _log(callback, EPOCH_PREFIX + name, value, on_step=False, on_epoch=True, **(more if shared else {}))
+
+    def _join(self) -> None:
+        latest, self._latest = self._latest, _Window()
+        self._recent.join(latest)
+        self._epoch.join(latest)
 
 
 def _logs_now(trainer: Any) -> bool:

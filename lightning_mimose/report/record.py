@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 MAX_RECORDS = 10_000
+KNOWN_ACTIONS = 64
+"""Actions of the latest plans that are remembered as they are packed."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +54,35 @@ class StepRecord:
     @property
     def recomputed_units(self) -> int:
         """Number of units recomputed."""
-        return sum(action.startswith("recompute") for action in self.actions.values())
+        return self._counts.get("reco", 0)
 
     @property
     def lean_units(self) -> int:
         """Number of units that kept recipes instead of some of their tensors."""
-        return sum(action.startswith("lean") for action in self.actions.values())
+        return self._counts.get("lean", 0)
 
     @property
     def split_units(self) -> int:
         """Number of units that ran a part of the batch at a time."""
-        return sum(action.startswith("split") for action in self.actions.values())
+        return self._counts.get("spli", 0)
 
     @property
     def offloaded_units(self) -> int:
         """Number of units whose saved tensors went to host memory."""
-        return sum(action == "offload" for action in self.actions.values())
+        return self._counts.get("offl", 0)
+
+    @cached_property
+    def _counts(self) -> dict[str, int]:
+        """How an action's name begins -> units; counted once, because every step is asked for several of them."""
+        counts: dict[str, int] = {}
+        for action in self.actions.values():
+            kind = action[:4]
+            counts[kind] = counts.get(kind, 0) + 1
+        return counts
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
-
-
-_KINDS = {"reco": "recomputed_units", "lean": "lean_units", "spli": "split_units", "offl": "offloaded_units"}
-"""How an action's name begins -> what counts it."""
 
 
 @dataclass
@@ -101,10 +109,11 @@ class Aggregates:
         self.sheltered += record.sheltered
         self.cache_hits += record.cache_hit
         self.retried += record.retried
-        for action, units in Counter(record.actions.values()).items() if record.actions else ():
-            kind = _KINDS.get(action[:4])
-            if kind is not None:
-                setattr(self, kind, getattr(self, kind) + units)
+        if record.actions:
+            self.recomputed_units += record.recomputed_units
+            self.lean_units += record.lean_units
+            self.split_units += record.split_units
+            self.offloaded_units += record.offloaded_units
         self.planning_seconds += record.planning_seconds
         self.largest_predicted_bytes = max(self.largest_predicted_bytes, record.predicted_peak_bytes or 0)
         if record.measured_peak_bytes is not None:
@@ -158,6 +167,17 @@ class Records(Sequence[StepRecord]):
         return repr(list(self))
 
 
+class _Acting(NamedTuple):
+    """Actions, held so that no other dictionary can have their identity, what they are packed as, and their kinds.
+
+    A number stands for every (unit, action), of which a model has few.
+    """
+
+    actions: dict[str, str]
+    numbers: bytes | tuple[int, ...]
+    counts: dict[str, int]
+
+
 class History:
     """The newest records and the aggregates of all.
 
@@ -173,23 +193,34 @@ class History:
         self._packed: deque[_Packed] = deque(maxlen=MAX_RECORDS)
         self._choices: dict[tuple[str, str], int] = {}
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._latest: dict[int, _Acting] = {}
 
     def add(self, record: StepRecord) -> StepRecord:
         """Take one record in; returns it with its number."""
         if record.step != self.aggregates.steps:
             record = replace(record, step=self.aggregates.steps)
-        self.aggregates.add(record)
-        # A number for every (unit, action), of which a model has few.
-        known = self._choices
         numbers: bytes | tuple[int, ...] = b""
         if record.actions:
-            acting = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
-            numbers = array("H", acting).tobytes() if len(known) <= 1 << 16 else tuple(acting)
+            acting = self._acting(record)
+            numbers, vars(record)["_counts"] = acting.numbers, acting.counts
+        self.aggregates.add(record)
         names = tuple(record.size)
         self._packed.append(
             (_values(record), self._names.setdefault(names, names), tuple(record.size.values()), numbers)
         )
         return record
+
+    def _acting(self, record: StepRecord) -> _Acting:
+        """What a record's actions are packed as: worked out once for all steps that share them."""
+        acting = self._latest.get(id(record.actions))
+        if acting is None:
+            known = self._choices
+            numbers = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
+            packed = array("H", numbers).tobytes() if len(known) <= 1 << 16 else tuple(numbers)
+            if len(self._latest) >= KNOWN_ACTIONS:
+                self._latest.clear()
+            acting = self._latest[id(record.actions)] = _Acting(record.actions, packed, record._counts)
+        return acting
 
     @property
     def records(self) -> Records:

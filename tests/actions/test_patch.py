@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import Handler, is_patched, patch, unpatch
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.units import find_units
 from tests.helpers.models import TinyText
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.caches import CacheSwitch
+from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
-from lightning_mimose.actions.session import Session, patch_unit
+from lightning_mimose.actions.session import Session
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.meter import ProfilerMeter

@@ -13,6 +13,7 @@ from lightning_mimose.plugin.support import (
     GradientHabits,
     TrainingStepHook,
     bucket_bytes,
+    is_first_of_accumulation,
     precision_of,
     settle_buckets,
     trained_parameters,
@@ -75,7 +76,8 @@ def test_freezing_is_seen() -> None:
 
 def zeroes(task: Any, batch_idx: int, accumulate: int = 1) -> bool:
     """Ask once."""
-    return GradientHabits(task).zeroes(SimpleNamespace(accumulate_grad_batches=accumulate), task, batch_idx)
+    trainer = SimpleNamespace(accumulate_grad_batches=accumulate)
+    return GradientHabits(task).zeroes(task, is_first_of_accumulation(trainer, task, batch_idx))
 
 
 def test_gradients_are_freed_on_the_first_batch_of_an_accumulation() -> None:
@@ -95,15 +97,15 @@ class Own(Task):
 
 def test_an_overridden_hook_is_watched() -> None:
     """Its gradients are taken to stay until they are seen to go."""
-    task, trainer = Own(nn.Linear(2, 2)), SimpleNamespace(accumulate_grad_batches=1)
+    task = Own(nn.Linear(2, 2))
     habits = GradientHabits(task)
-    assert not habits.zeroes(trainer, task, 0)
+    assert not habits.zeroes(task, True)
     habits.look(task)  # nothing was there that could have been freed
     task.model(torch.ones(1, 2)).sum().backward()
-    assert not habits.zeroes(trainer, task, 1)
+    assert not habits.zeroes(task, True)
     task.zero_grad()
     habits.look(task)
-    assert habits.zeroes(trainer, task, 2)
+    assert habits.zeroes(task, True)
 
 
 def test_buckets_are_settled_where_there_are_any() -> None:

@@ -111,6 +111,15 @@ def test_epochs_are_aggregated_and_begin_anew() -> None:
     assert two["mimose/epoch/planning_seconds"] == 1.0
 
 
+def test_a_row_covers_the_end_of_an_epoch() -> None:
+    """It is of all steps since the last row, while the epochs are told apart within them."""
+    peaks = [50, 1, 2, 70, 3, 4]
+    _, kept = run([replace(BASE, measured_peak_bytes=peak) for peak in peaks], max_epochs=2, log_every_n_steps=2)
+    assert [row["mimose/peak_bytes"] for row in rows(kept)] == [50, 70, 4]
+    epochs = [row["mimose/epoch/peak_bytes"] for _, row in kept.rows if "mimose/epoch/peak_bytes" in row]
+    assert epochs == [50, 70]
+
+
 def test_an_epoch_without_any_measurement_logs_the_rest() -> None:
     """No infinity and no nan reaches a logger."""
     trainer, _ = run([replace(BASE, predicted_peak_bytes=None)] * 2)

@@ -6,7 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import Any
 
-from lightning_mimose.report.record import MAX_RECORDS, History, StepRecord
+from lightning_mimose.report.record import KNOWN_ACTIONS, MAX_RECORDS, History, StepRecord
 
 UNITS = [f"encoder.layer.{index}" for index in range(48)]
 
@@ -43,6 +43,29 @@ def test_a_record_comes_back_as_it_was_given() -> None:
     assert history.records[3:5] == added[3:5]
     assert list(history.records) == added
     assert len(history.records) == 20
+
+
+def test_steps_of_one_plan_share_their_actions() -> None:
+    """One dictionary for many steps: each is counted and comes back, whatever came between them."""
+    history, shared = History(), {"a": "recompute", "b": "lean+masks", "c": "recompute+lean"}
+    for at in range(3 * KNOWN_ACTIONS):
+        own = {"a": "offload", f"unit {at}": "split2"}
+        history.add(record(at, actions=shared))
+        history.add(record(at, actions=own))
+    assert all(found.actions == shared for found in history.records[::2])
+    total, steps = history.aggregates, 3 * KNOWN_ACTIONS
+    assert [list(found.actions)[1] for found in history.records[1::2]] == [f"unit {at}" for at in range(steps)]
+    assert (total.recomputed_units, total.lean_units) == (2 * steps, steps)
+    assert (total.split_units, total.offloaded_units) == (steps, steps)
+
+
+def test_what_a_record_gives_away_is_its_readers() -> None:
+    """Writing into one record's actions changes no other record's."""
+    history, shared = History(), {"a": "recompute"}
+    for at in range(2):
+        history.add(record(at, actions=shared))
+    history.records[0].actions["a"] = "lean"
+    assert history.records[0].actions == history.records[1].actions == shared == {"a": "recompute"}
 
 
 def test_units_without_number() -> None:

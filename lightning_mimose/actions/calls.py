@@ -1,0 +1,275 @@
+"""What happens when a patched unit is called: it does what the session says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lightning_mimose.actions.foreign import out_of_reach
+from lightning_mimose.actions.lean.recipes import ATTENTION, GRADES
+from lightning_mimose.actions.lean.region import LeanRegion
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.actions.lean.survey import LeanSurvey
+from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN
+from lightning_mimose.actions.offload import Offloader
+from lightning_mimose.actions.patch import patch
+from lightning_mimose.actions.proof import Trial, prove, try_recipes
+from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
+from lightning_mimose.actions.session import REPEATING, Session
+from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
+from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.measure.collector import Region
+from lightning_mimose.units import Unit, is_compiled
+
+
+def patch_unit(unit: Unit, session: Session) -> None:
+    """Make a unit do what the session says whenever its forward is called."""
+    patch(unit.module, partial(_Calls, unit, session), session)
+
+
+class _Calls:
+    """What happens when a patched unit is called; holds no module.
+
+    Args:
+        unit: The unit.
+        session: What it is to do.
+        original: Its own forward.
+    """
+
+    def __init__(self, unit: Unit, session: Session, original: Callable[..., Any]) -> None:
+        self._name, self._session, self._original = unit.name, session, original
+        self._state = WrittenState(unit.module)
+        self._compiled = any(is_compiled(module) for module in unit.module.modules())
+        self._sites = Sites()
+        self._divisible = Divisible(self._state)
+        session.news = True
+        if session.splits:
+            session.unsplit.add(unit.name)
+        if self._may_be_lean():
+            session.untried.add(unit.name)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stops = self._session.stops
+        return self._act(args, kwargs) if stops is None else stops.call(self._name, self._act, args, kwargs)
+
+    def _act(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, session, original = self._name, self._session, self._original
+        # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
+        # saves as much as any.
+        if not session.armed or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if session.trial is not None:
+            return session.trial.nested(name, self._state, original, args, kwargs)
+        recorder, action = session.recorder, session.actions.get(name)
+        if action is None and recorder is None and session.offloader is None and name not in session.tries:
+            return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are
+        if session.inside or (recorder is not None and recorder.replaying):
+            return self._kept(args, kwargs)
+        if out_of_reach(name, session):
+            return original(*args, **kwargs)
+        out = self._planned(action, args, kwargs)
+        if session.offloader is not None:
+            session.offloader.ran(out)
+        return out
+
+    def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._name in self._session.tries and action not in REPEATING:
+            self._try_recipes(self._state.blank(), args, kwargs)
+        if action in GRADES:
+            return self._lean(GRADES.index(action) + 1, args, kwargs)
+        if action == OFFLOAD and self._session.offloader is not None:
+            return self._offloaded(self._session.offloader, args, kwargs)
+        if action in REPEATING:
+            flat = flattened(args, kwargs)
+            if self._can_be_repeated(flat[0], args, kwargs):
+                if action in SPLITS:
+                    return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)
+                return self._recomputed(flat, args, kwargs, lean=action == RECOMPUTE_LEAN)
+        return self._kept(args, kwargs)
+
+    def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._session.recorder
+        if recorder is None:
+            return self._original(*args, **kwargs)
+        return recorder.run_kept(self._name, self._original, args, kwargs)
+
+    def _can_be_repeated(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
+        name, session = self._name, self._session
+        unrepeatable = unrepeatable_argument(leaves)
+        if self._generator_is_out_of_sight(leaves):
+            session.refuse(
+                {name: "it is given no tensor on its device, so that device's generator would not be put back"}
+            )
+        elif unrepeatable:
+            session.refuse({name: f"it is given a {unrepeatable}"})
+        elif session.proves and not self._state.known():
+            with session.recorder.aside() if session.recorder is not None else nullcontext():
+                watch = not self._compiled
+                session.refuse(prove(name, self._original, args, kwargs, self._state, self._enter, watch=watch))
+        if name in session.refused:
+            return False
+        if name in session.tries:
+            self._try_recipes(self._state, args, kwargs)
+        if name in session.split_tries:
+            self._try_splitting(args, kwargs)
+        return True
+
+    def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
+        """Find out beside the step whether the unit can be split."""
+        session = self._session
+        session.news = True
+        session.split_tries.discard(self._name)
+        session.unsplit.discard(self._name)  # once: what is out of memory now would be again
+        found = self._divisible.known(args, kwargs)
+        if found is None:
+            session.compared = True
+            with session.recorder.aside() if session.recorder is not None else nullcontext():
+                session.armed = False  # nested units are nobody's business here
+                try:
+                    found = self._divisible.learn(self._original, args, kwargs)
+                finally:
+                    session.armed = True
+        if isinstance(found, Seam):
+            session.divisible.add(self._name)
+            session.indivisible.pop(self._name, None)
+            return found
+        if found is None:  # a batch of one
+            session.unsplit.add(self._name)
+        else:
+            self._refuse_split(found)
+        return None
+
+    def _refuse_split(self, reason: str) -> None:
+        self._session.news = True
+        self._session.divisible.discard(self._name)
+        self._session.indivisible[self._name] = reason
+
+    def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session, flat = self._session, flattened(args, kwargs)
+        # Arguments may have another form than those that were tried (a mask, where there was none), or the unit
+        # another mode: to run it both ways now takes less memory than to recompute it as a whole.
+        seam = self._try_splitting(args, kwargs)
+        if seam is not None:
+            self._note_given(flat[0])
+            session.inside += 1
+            try:
+                return run_split(self._original, args, kwargs, seam, chunks, self._state)
+            except CannotSplitError as error:
+                self._divisible.refuse(args, kwargs, str(error))
+                self._refuse_split(str(error))
+            finally:
+                session.inside -= 1
+        session.compared = True  # more than was planned: nothing is to be learnt from this step
+        return self._recomputed(flat, args, kwargs)
+
+    def _note_given(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+                self._session.given.append((self._name, weakref.ref(leaf), leaf._version))
+
+    def _try_recipes(self, state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare every recipe with its tensor, beside the step."""
+        session = self._session
+        session.tries.discard(self._name)
+        session.compared = session.news = True
+        with session.recorder.aside() if session.recorder is not None else nullcontext():
+            lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
+            tried = try_recipes(self._name, self._original, args, kwargs, state, self._enter, lean)
+        if tried:
+            session.untried.discard(self._name)
+        self._learn_from(lean)
+
+    def _learn_from(self, saves: LeanSaves) -> None:
+        """Take over what comparisons have shown."""
+        session, different = self._session, self._sites.different
+        session.compared |= saves.compared
+        if saves.differed:
+            session.surprised = True
+            names = {place.made_by or "a mask" for place in different}
+            session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
+
+    def _enter(self, trial: Trial | None) -> None:
+        self._session.trial = trial
+
+    def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
+        """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
+        device = self._state.device()
+        if device.type == "cpu":
+            return False
+        return not any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in leaves)
+
+    def _may_be_lean(self) -> bool:
+        """Compiled code would be compiled again for what looks at its operations."""
+        return self._session.lean and not self._compiled
+
+    def _offloaded(self, offloader: Offloader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        held = (*tree_leaves((args, kwargs)), *self._state.buffers(), *self._state.parameters())
+        session.inside += 1
+        try:
+            with offloader.around(held):
+                return self._original(*args, **kwargs)
+        finally:
+            session.inside -= 1
+
+    def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        session.inside += 1
+        try:
+            saves = LeanSaves(
+                self._sites,
+                grade,
+                leaves=self._state.parameters(),
+                held=self._state.buffers(),
+                given=tree_leaves((args, kwargs)),
+            )
+            with saves.active():
+                out = self._original(*args, **kwargs)
+            self._learn_from(saves)
+            self._note_given(saves.borrowed)
+            return out
+        finally:
+            session.inside -= 1
+
+    def _recomputed(
+        self, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any], lean: bool = False
+    ) -> Any:
+        name, session, original, state = self._name, self._session, self._original, self._state
+        recorder, leaves = session.recorder, flat[0]
+        region: Region | None = None
+        observer: RegionObserver | None = None
+        if recorder is not None:
+            survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
+            observer = region = recorder.region(name, args, kwargs, survey)
+        elif lean and name not in session.untried and self._may_be_lean():
+            held = state.buffers()
+            observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._learn_from)
+        self._note_given(leaves)
+        out: Any = None
+        ran = False
+
+        def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            nonlocal ran
+            if ran:
+                session.latest = name
+            ran = True
+            return original(*inner_args, **inner_kwargs)
+
+        session.inside += 1
+        try:
+            out = recompute(tracked, args, kwargs, state, observer, flat)
+            if state.wrote_late:
+                session.learning_steps = 2  # the present attempt has begun without knowing
+        finally:
+            session.inside -= 1
+            if region is not None:
+                region.close(out)
+        return out

@@ -1,0 +1,93 @@
+"""Which steps are measured, and when their meter runs."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_mimose.actions.session import Session
+from lightning_mimose.lessons import Lessons
+from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.resident import ResidentLedger
+from lightning_mimose.step import Step
+
+VERIFIED_STEPS = 3
+"""Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
+MEASURE_EVERY = 50
+
+
+class Metering:
+    """Measures the steps that learn, and as many others as costs nothing or little.
+
+    Args:
+        device: Where the steps run; a meter on an accelerator is free.
+        session: Records the units' calls.
+        ledger: Knows the parameters.
+        lessons: Knows how many planned steps were held against their predictions.
+        profile: Whether torch's profiler is free to be used.
+
+    Attributes:
+        planned: Planned steps so far.
+    """
+
+    def __init__(
+        self, device: torch.device, session: Session, ledger: ResidentLedger, lessons: Lessons, *, profile: bool
+    ) -> None:
+        self._device, self._session, self._ledger, self._lessons = device, session, ledger, lessons
+        self._profile = profile
+        self._is_free = device.type != "cpu"
+        self.planned = 0
+
+    def arm(self, step: Step) -> None:
+        """Give a step a meter, if it is to be measured."""
+        if step.sheltered or self._measures_planned(step):
+            step.gradients = GradientLedger(
+                self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
+            )
+            step.recorder = StepRecorder(self._device, step.known, step.gradients, profile=self._profile)
+
+    def _measures_planned(self, step: Step) -> bool:
+        if self._is_free:
+            return True
+        if not step.resident.zeroes_gradients and not step.accumulates:
+            # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
+            return False
+        return self.planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
+
+    def begin_forward(self, step: Step) -> None:
+        """Start the step's meter, if it has one.
+
+        Not in `arm`: torch's optimizers run their closure inside a `record_function`, and a profiler that is started
+        outside it and stopped inside leaves it with a pointer to memory that is gone.
+        """
+        if step.recorder is not None and not step.measuring:
+            step.measuring = True
+            step.recorder.start()
+            if step.sheltered:
+                self._session.record(step.recorder)
+
+    def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
+        """The forward is done and gradients are zeroed."""
+        if step.gradients is not None and step.recorder is not None and step.measuring:
+            step.gradients.begin_backward()
+            step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
+
+    def begin_update(self, step: Step) -> None:
+        """Measure the update of a step whose forward and backward were measured."""
+        step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
+        step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
+        step.recorder.start()
+
+    def stop(self, step: Step) -> None:
+        """Stop a meter of which nothing is learnt, and take it from the step."""
+        try:
+            if step.recorder is not None and step.measuring:
+                step.recorder.stop()
+        finally:
+            self.close(step)
+
+    def close(self, step: Step) -> None:
+        """The step's meter has stopped: leave no hooks behind."""
+        if step.gradients is not None:
+            step.gradients.close()
+        step.recorder, step.gradients, step.measuring = None, None, False
