@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import RECOMPUTE_LEAN
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advice import RESERVE_SHARE, Advice, Holds

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.session import Session

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.split import CHUNKS, SPLITS
 from lightning_mimose.advice import RESERVE_SHARE, StepView, with_reserve

@@ -6,7 +6,7 @@ import warnings
 
 from torch import nn
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advice import with_reserve
 from lightning_mimose.advisor import Advisor

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.foreign import out_of_reach
-from lightning_mimose.actions.lean.recipes import ATTENTION, GRADES
+from lightning_mimose.actions.lean.grades import ATTENTION, GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.errors import UnsupportedError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.proof import CHANGES_INPUT, Trial

@@ -44,7 +44,7 @@ class Handle:
     Attributes:
         nbytes: Bytes of the value.
         shape: Its shape.
-        grade: The least grade of lean saves that has it (see `recipes.GRADES`); 0 for what is kept.
+        grade: The least grade of lean saves that has it (see `grades.GRADES`); 0 for what is kept.
         is_saved: Whether an operation saved it.
         owner: By whom it was packed.
         identity: Stands for which saved tensor it is, or else for what it is made from and how.

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mimose.actions.lean.attention import added_mask
 from lightning_mimose.actions.lean.constants import Constants
+from lightning_mimose.actions.lean.grades import ATTENTION, MASKS
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
@@ -34,7 +35,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes import ATTENTION, MASKS, TABLE, VIEW, Made
+from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory
 
@@ -70,7 +71,7 @@ class LeanSaves:
 
     Args:
         sites: What is known about the unit's places.
-        grade: What may be rebuilt, see `recipes.GRADES`; 1 is the first of them.
+        grade: What may be rebuilt, see `grades.GRADES`; 1 is the first of them.
         told: Shown everything that is saved, in order.
         applies: Whether what is decided comes true. Otherwise (in a survey) a recipe that was never tried is taken to
             be right, and masks are not packed.
@@ -306,7 +307,7 @@ class LeanSaves:
 
 
 class _Node:
-    """See `recipes.Node`.
+    """See `table.Node`.
 
     Attributes:
         is_hopeless: Whether an input was asked for that is never rebuilt.

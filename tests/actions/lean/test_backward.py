@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.recipes import TABLE, Entry, Made, Node
+from lightning_mimose.actions.lean.recipes.table import TABLE, Entry, Made, Node
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Function, Watch, same_bits
@@ -194,7 +194,7 @@ class Counted:
         self.made: list[Watch] = []
 
     def __call__(self, node: Node) -> Made:
-        """See `recipes.TABLE`."""
+        """See `table.TABLE`."""
 
         def rebuild(x: Tensor) -> Tensor:
             self.made.append(Watch())

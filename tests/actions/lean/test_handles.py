@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, View
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes import TABLE, Entry, Made, Node
+from lightning_mimose.actions.lean.recipes.table import TABLE, Entry, Made, Node
 from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 

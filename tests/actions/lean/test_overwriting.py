@@ -10,8 +10,9 @@ from torch import Tensor, UntypedStorage
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mimose.actions.lean.grades import ATTENTION, ELEMENTWISE
 from lightning_mimose.actions.lean.handles import Handle, rebuilt_now
-from lightning_mimose.actions.lean.recipes import ATTENTION, ELEMENTWISE, TABLE
+from lightning_mimose.actions.lean.recipes.table import TABLE
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from tests.actions.lean.test_survey import Surveying

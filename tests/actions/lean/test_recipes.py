@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, PRODUCTS, TABLE
+from lightning_mimose.actions.lean.grades import ELEMENTWISE, EXPANSIONS, PRODUCTS
+from lightning_mimose.actions.lean.recipes.table import TABLE
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.recipes import GRADES
+from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.recompute import recompute

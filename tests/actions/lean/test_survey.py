@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from lightning_mimose.actions.lean.grades import ELEMENTWISE, EXPANSIONS, GRADES, MASKS
 from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes import ELEMENTWISE, EXPANSIONS, GRADES, MASKS, PRODUCT
+from lightning_mimose.actions.lean.recipes.table import PRODUCT
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_mimose.actions.lean.grades import ELEMENTWISE, MASKS
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes import ELEMENTWISE, MASKS, TABLE, Entry
+from lightning_mimose.actions.lean.recipes.table import TABLE, Entry
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits

@@ -1,0 +1,80 @@
+"""Sums, products element by element, and casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mimose.actions.lean.handles import Handle, Number
+from lightning_mimose.actions.lean.recipes.table import (
+    LIGHT,
+    Made,
+    Node,
+    recipe,
+    signed,
+)
+
+
+@recipe("MulBackward0")
+def _mul(node: Node) -> Made:
+    return Made(torch.mul, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
+
+
+@recipe("DivBackward0")
+def _div(node: Node) -> Made:
+    return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
+
+
+@recipe("AddBackward0")
+def _add(node: Node) -> Made | None:
+    alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
+    if number is None:
+        return _sum(torch.add, alpha, node.edge(0), node.mask() or node.edge(1))
+    if isinstance(number, Tensor):  # added to what has gradients: an attention mask
+        values = (node.given(number), node.edge(1)) if swapped else (node.edge(0), node.given(number))
+        return _sum(torch.add, alpha, *values)
+    if swapped:  # `1 + x` is x.__radd__(1), which torch computes as x + 1
+        number, alpha = number, 1
+    return _sum(torch.add, alpha, node.edge(0), Number(number))
+
+
+@recipe("SubBackward0")
+def _sub(node: Node) -> Made | None:
+    number = node.constant("operand")
+    return _sum(torch.sub, node.raw._saved_alpha, node.edge(0), node.edge(1) if number is None else Number(number))
+
+
+def _sum(function: Callable[..., Tensor], alpha: Any, one: Handle | None, other: Handle | None) -> Made:
+    return Made(partial(function, alpha=alpha), (one, other), LIGHT, takes_out=True)
+
+
+@recipe("RsubBackward0")
+def _rsub(node: Node) -> Made:
+    return Made(partial(torch.rsub, alpha=node.raw._saved_alpha), (node.edge(0), node.edge(1)), LIGHT)
+
+
+@recipe("RsubBackward1")
+def _rsub_from_number(node: Node) -> Made | None:
+    alpha, number = node.raw._saved_alpha, node.constant("operand")
+    if number is None:
+        return None
+    return Made(lambda x: torch.rsub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
+
+
+@recipe("ToCopyBackward0")
+def _to(node: Node) -> Made:
+    return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, gives_away=True)
+
+
+@recipe("MeanBackward1")
+def _mean(node: Node) -> Made | None:
+    dims = [signed(dim) for dim in node.raw._saved_dim]
+    x, keepdim = node.edge(0), node.raw._saved_keepdim
+    if x is None:
+        return None
+    return Made(lambda x: x.mean(dims, keepdim=keepdim), (x,), 0.0, LIGHT * prod(x.shape), gives_away=True)

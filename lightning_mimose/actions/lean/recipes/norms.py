@@ -1,0 +1,79 @@
+"""Norms."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_mimose.actions.lean.handles import is_ordered
+from lightning_mimose.actions.lean.recipes.table import (
+    HEAVY,
+    NORM,
+    Made,
+    Node,
+    recipe,
+)
+
+
+@recipe("NativeLayerNormBackward0")
+def _layer_norm(node: Node) -> Made | None:
+    eps = node.constant("eps")
+    if eps is None:
+        return None
+    shape = tuple(node.raw._saved_normalized_shape)
+    weight, bias = node.saved("weight"), node.saved("bias")
+    if weight is None and bias is None:
+        return Made(
+            lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0],
+            (node.saved("input"),),
+            NORM,
+            gives_away=True,
+        )
+    if weight is None or bias is None:
+        return Made(
+            lambda x, w: torch.native_layer_norm(x, shape, w, None, eps)[0], (node.saved("input"), weight), NORM
+        )
+    return Made(
+        lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], (node.saved("input"), weight, bias), NORM
+    )
+
+
+@recipe("NativeGroupNormBackward0")
+def _group_norm(node: Node) -> Made | None:
+    raw = node.raw
+    sizes = (raw._saved_N, raw._saved_C, raw._saved_HxW, raw._saved_group, raw._saved_eps)
+    weight = node.saved("weight")
+    if weight is None:
+        return Made(
+            lambda x: torch.native_group_norm(x, None, None, *sizes)[0], (node.saved("input"),), NORM, gives_away=True
+        )
+    bias = node.edge(2)
+    return Made(
+        lambda x, w, b: torch.native_group_norm(x, w, b, *sizes)[0],
+        (node.saved("input"), weight, bias),
+        NORM,
+        gives_away=True,
+    )
+
+
+@recipe("NativeBatchNormBackward0")
+def _batch_norm(node: Node) -> Made | None:
+    raw = node.raw
+    eps, weight = raw._saved_eps, node.saved("weight")
+    if not raw._saved_training or weight is None:
+        return None
+    statistics = node.saved("result1"), node.saved("result2")
+    return Made(
+        partial(_normalized, eps), (node.saved("input"), weight, node.edge(2), *statistics), HEAVY, gives_away=True
+    )
+
+
+def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    # Kernels of the CPU multiply by `invstd * weight`, however they came by it, if the elements are in some order of
+    # theirs. With a variance of 1 they are spared the statistics, which take several times as long as the rest.
+    if x.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and is_ordered(x):
+        return torch.native_batch_norm(x, invstd * weight, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    # Batch statistics again, and no running ones: those have moved with the forward.
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
