@@ -106,7 +106,7 @@ class Advisor(Forecast):
     def actions_of(self, plan: Plan) -> dict[str, str]:
         """The units of a plan that act; the same dictionary whenever the plan is asked for again."""
         known = self._actions.get(id(plan))
-        if known is None:
+        if known is None or known[0] is not plan:  # of an object before a copy was made
             if len(self._actions) >= KNOWN_PLANS:
                 self._actions.clear()
             known = self._actions[id(plan)] = plan, dict(plan.choices)

@@ -24,7 +24,10 @@ class Trials:
 
     def arm(self, step: Step) -> None:
         """Name the units that this step tries; of a step that is armed already."""
-        advisor, session, waiting = self._advisor, self._session, self._waiting
+        advisor, session = self._advisor, self._session
+        if session.news:  # what another rank refused for this very step
+            self.limit_menu()
+        waiting = self._waiting
         if session.tries or session.split_tries:
             session.tries, session.split_tries = set(), set()
         if not (waiting or session.unsplit) or step.retried or not self._is_news(step, waiting | session.unsplit):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
 from lightning_mimose import Mimose
+from lightning_mimose.actions.session import Session
+from lightning_mimose.trials import Trials
 from tests.helpers.meter import PeakMeter
 
 
@@ -60,3 +65,25 @@ def test_few_sizes_in_a_tight_budget() -> None:
     assert max(highest) <= budget
     assert all(record.cache_hit for record in last)
     assert sum(record.lean_units for record in last) > sum(record.recomputed_units for record in last)
+
+
+def test_what_another_rank_refused_for_this_step_is_not_tried() -> None:
+    """Between the plan and the step, where the shelter has lost it already."""
+    advisor: Any = SimpleNamespace(
+        shelter={"a": "recompute", "b": "recompute"},
+        budget_bytes=1,
+        indivisible={},
+        limit=lambda *_: None,
+        room_to_try=lambda *_: {"a", "b"},
+    )
+    session, step = (
+        Session(),
+        SimpleNamespace(retried=False, size=1, resident=None, advice=SimpleNamespace(cache_hit=False)),
+    )
+    session.untried.update(("a", "b"))
+    trials = Trials(advisor, session)
+    trials.limit_menu()
+    del advisor.shelter["b"]
+    session.news = True
+    trials.arm(step)  # type: ignore[arg-type]
+    assert session.tries == {"a"}

@@ -125,7 +125,7 @@ class _Calls:
     def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
         """Find out beside the step whether the unit can be split."""
         session = self._session
-        session.news = True
+        session.news |= self._name in session.unsplit
         session.split_tries.discard(self._name)
         session.unsplit.discard(self._name)  # once: what is out of memory now would be again
         found = self._divisible.known(args, kwargs)
@@ -138,10 +138,12 @@ class _Calls:
                 finally:
                     session.armed = True
         if isinstance(found, Seam):
+            session.news |= self._name not in session.divisible
             session.divisible.add(self._name)
             session.indivisible.pop(self._name, None)
             return found
         if found is None:  # a batch of one
+            session.news = True
             session.unsplit.add(self._name)
         else:
             self._refuse_split(found)

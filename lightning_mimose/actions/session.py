@@ -112,8 +112,8 @@ class Session:
         self.actions = self.standing(self.actions)
 
     def standing(self, actions: dict[str, str]) -> dict[str, str]:
-        """Actions without refused units, whose parts stand in for them; as they are while nothing is refused."""
-        if not self.refused:
+        """Actions without refused units, whose parts stand in for them; the same dictionary if none is among them."""
+        if self.refused.keys().isdisjoint(actions):
             return actions
         found: dict[str, str] = {}
         waiting = list(reversed(list(actions.items())))

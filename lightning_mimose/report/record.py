@@ -213,7 +213,7 @@ class History:
     def _acting(self, record: StepRecord) -> _Acting:
         """What a record's actions are packed as: worked out once for all steps that share them."""
         acting = self._latest.get(id(record.actions))
-        if acting is None:
+        if acting is None or acting.actions is not record.actions:  # of an object before a copy was made
             known = self._choices
             numbers = [known.setdefault(choice, len(known)) for choice in record.actions.items()]
             packed = array("H", numbers).tobytes() if len(known) <= 1 << 16 else tuple(numbers)

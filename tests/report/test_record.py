@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,19 @@ def test_what_a_record_gives_away_is_its_readers() -> None:
         history.add(record(at, actions=shared))
     history.records[0].actions["a"] = "lean"
     assert history.records[0].actions == history.records[1].actions == shared == {"a": "recompute"}
+
+
+def test_a_copy_goes_on_with_its_own_actions() -> None:
+    """Although new dictionaries may have the identity of those that the original held."""
+    history = History()
+    for step in range(40):
+        history.add(record(step))
+    sent = pickle.dumps(history)
+    del history
+    copy = pickle.loads(sent)
+    for step in range(100, 140):
+        copy.add(record(step))
+    assert [each.actions for each in copy.records[40:]] == [record(step).actions for step in range(100, 140)]
 
 
 def test_units_without_number() -> None:

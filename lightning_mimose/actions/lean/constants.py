@@ -23,7 +23,6 @@ class Constants(TorchFunctionMode):
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
-        signature: Stands for which functions were called until now, in order.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,6 @@ class Constants(TorchFunctionMode):
         self.masked: Masked | None = None
         self.versions: dict[Place, int] = {}
         self.changed: set[Place] = set()
-        self.signature = 0
         self._running: list[tuple[torch.Tensor, int, Any]] = []
 
     def forget(self) -> None:
@@ -65,11 +63,9 @@ class Constants(TorchFunctionMode):
             hands_out = func == _DATA
             if not hands_out:
                 return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
-        self.signature = hash((self.signature, func))
         before = []
-        reads = func in _READS and "out" not in kwargs
         for tensor in _tensors(args, kwargs):
-            if tensor.is_leaf or (reads and not tensor._version):
+            if tensor.is_leaf:
                 continue
             base = base_of(tensor)
             node = base.grad_fn
@@ -135,20 +131,6 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
             found += [each for each in value if isinstance(each, torch.Tensor)]
     return found
 
-
-_READS = frozenset(
-    getattr(where, name)
-    for where in (torch.Tensor, torch, functional)
-    for name in (
-        *("add", "sub", "mul", "div", "neg", "pow", "sum", "mean", "sqrt", "rsqrt", "exp", "tanh"),
-        *("matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "conv2d", "scaled_dot_product_attention"),
-        *("softmax", "gelu", "layer_norm", "float", "to", "contiguous", "cat", "stack", "size", "dim"),
-        *("view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split", "chunk"),
-        *("__getitem__", "__add__", "__radd__", "__mul__", "__rmul__", "__matmul__"),
-    )
-    if hasattr(where, name)
-)
-"""Functions known to write nothing that they are given, and the ones that are called most: of these less is noted."""
 
 Place = tuple[Any, int]
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

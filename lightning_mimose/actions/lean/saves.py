@@ -100,7 +100,6 @@ class LeanSaves:
         self.hold(held, given)
         self._count = 0
         self._values: dict[tuple[Any, int], Handle | None] = {}
-        self._hopeless: set[tuple[Any, int]] = set()
         self._numbers: dict[tuple[Any, int], int] = {}
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._owner = object()
@@ -133,7 +132,6 @@ class LeanSaves:
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
-        self._hopeless.clear()
         self._numbers.clear()
         self._storages.clear()
         self._constants.forget()
@@ -202,13 +200,7 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self._constants.is_result(base):
-            # Most are without, which is not worth a search in every step.
-            place = self._grade, self._count, node._sequence_nr() - self._start, self._constants.signature
-            if place in self._sites.hopeless:
-                return None
             found = self.rebuilt(node, output, 0)
-            if self._applies and (node, output) in self._hopeless:
-                self._sites.give_up(place)
         if found is None or isinstance(found, Kept) or found.grade > self._grade:
             return None
         return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
@@ -268,16 +260,15 @@ class LeanSaves:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade if entry is not None else 0
-        if entry is None or output != 0 or depth > LONGEST_CHAIN or own > self._grade:
-            self._hopeless.add((node, output))  # by its name: whatever it is given, next time it will be so again
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+            return None
+        own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade
+        if own > self._grade:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
             return None
         view = _Node(self, node, depth)
         made: Made | None = entry.make(view)
-        if view.is_hopeless:
-            self._hopeless.add((node, output))
         if made is None:
             return None
         own = own if own == ATTENTION else max(own, made.grade)
@@ -307,17 +298,12 @@ class LeanSaves:
 
 
 class _Node:
-    """See `table.Node`.
+    """See `table.Node`."""
 
-    Attributes:
-        is_hopeless: Whether an input was asked for that is never rebuilt.
-    """
-
-    __slots__ = ("_depth", "_saves", "is_hopeless", "raw")
+    __slots__ = ("_depth", "_saves", "raw")
 
     def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
         self._saves, self.raw, self._depth = saves, raw, depth
-        self.is_hopeless = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -343,10 +329,7 @@ class _Node:
         if index >= len(following) or following[index][0] is None:
             return None
         node, output = following[index]
-        found = self._saves.rebuilt(node, output, self._depth + 1)
-        if found is None and (node, output) in self._saves._hopeless:
-            self.is_hopeless = True
-        return found
+        return self._saves.rebuilt(node, output, self._depth + 1)
 
     def scores(self) -> Handle | None:
         self._saves._in_scores = True

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-MOST_HOPELESS = 512
-"""Places of a unit that are known to be without a recipe."""
-
 
 class Place(NamedTuple):
     """Where in a unit's forward a tensor is saved.
@@ -34,19 +31,10 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        hopeless: Places without a recipe, for which none is looked for again: the grade, their number, that of the
-            operation that made them, and what stands for the functions that were called until then.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
-    hopeless: set[tuple[int, int, int, int]] = field(default_factory=set)
-
-    def give_up(self, place: tuple[int, int, int, int]) -> None:
-        """Look for no recipe there again."""
-        if len(self.hopeless) >= MOST_HOPELESS:  # a forward that takes another way each time
-            self.hopeless.clear()
-        self.hopeless.add(place)
 
 
 class References:

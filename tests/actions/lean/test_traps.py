@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE, MASKS
+from lightning_mimose.actions.lean.grades import ELEMENTWISE
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes.table import TABLE, Entry
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
@@ -199,22 +198,6 @@ def test_what_has_no_recipe_on_one_branch_has_one_on_another() -> None:
     assert then.alive == [False]
 
 
-def test_what_has_no_recipe_is_not_looked_for_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the forward took another way, or was allowed more."""
-    asked, entry = [], TABLE["NegBackward0"]
-    monkeypatch.setitem(TABLE, "NegBackward0", Entry(entry.grade, lambda node: asked.append(node) or entry.make(node)))
-
-    def function(activation: Function, watch: Function, x: Tensor, w: Tensor) -> Tensor:
-        return watch(activation(x).neg()) * w
-
-    inputs, cumsum = (matrix(), matrix()), partial(torch.cumsum, dim=0)
-    sites = Pass(partial(function, cumsum), inputs, ELEMENTWISE).sites
-    for activation, grade, again in ((cumsum, ELEMENTWISE, 0), (cumsum, MASKS, 1), (torch.exp, ELEMENTWISE, 1)):
-        asked.clear()
-        lean = Pass(partial(function, activation), inputs, grade, sites=sites)
-        assert (lean.alive, len(asked)) == ([activation is cumsum], again)
-
-
 def test_what_has_no_recipe_in_one_mode_has_one_in_another() -> None:
     """The same functions were called: what made a recipe impossible was not their name."""
     norm = torch.nn.BatchNorm1d(47)
@@ -228,6 +211,18 @@ def test_what_has_no_recipe_in_one_mode_has_one_in_another() -> None:
     assert first.alive == [True]
     norm.train()
     assert Pass(function, inputs, EVERYTHING, sites=first.sites).alive == [False]
+
+
+def test_what_has_no_recipe_in_a_short_batch_has_one_in_a_long_one() -> None:
+    """What it is made from is too small for a recipe there, and nothing makes it again."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        scores = functional.gelu(x)
+        return watch(torch.exp(scores - scores.amax(-1, keepdim=True))) * w
+
+    short, long = ((matrix(rows), matrix(rows)) for rows in (64, 1024))
+    sites = Pass(function, short, ELEMENTWISE).sites
+    assert Pass(function, long, ELEMENTWISE, sites=sites).alive == [False]
 
 
 def test_another_branch_is_compared_anew() -> None:
