@@ -188,17 +188,12 @@ class Bank:
         account = self.accounts[job]
         account.at = max(account.at, min(at, account.reach - 1))
 
-    def covers(self, job: str, claim: Claim, rest_bytes: int) -> bool:
-        """Whether a step could run on what the job was granted for an earlier one, and still has all of."""
+    def whole_step(self, job: str) -> tuple[int, int] | None:
+        """The peak of a job's step and its rest, if it was granted all of it and is counted as holding all of it."""
         account = self.accounts[job]
-        had = account.claim
-        fits = had is not None and claim.peak_bytes <= had.peak_bytes and rest_bytes <= account.rest_bytes
-        return fits and self.has_whole_step(job)
-
-    def has_whole_step(self, job: str) -> bool:
-        """Whether a job was granted all of its step, and nothing of that was counted as given back."""
-        account = self.accounts[job]
-        return account.claim is not None and account.at == 0 and account.reach == len(account.claim)
+        claim = account.claim
+        whole = claim is not None and account.at == 0 and account.reach == len(claim)
+        return (claim.peak_bytes, account.rest_bytes) if whole and claim is not None else None
 
     def replace(self, job: str, claim: Claim, now: float) -> None:
         """Another step of a job has begun on what it was granted for an earlier one.
@@ -206,8 +201,8 @@ class Bank:
         Raises:
             ValueError: It needs more than that one did.
         """
-        account = self.accounts[job]
-        if not self.covers(job, claim, account.rest_bytes):
+        account, granted = self.accounts[job], self.whole_step(job)
+        if granted is None or claim.peak_bytes > granted[0]:
             raise ValueError(f"{job!r} was not granted {claim.peak_bytes} bytes")
         self.count(job, now, charged=True)
         self._clock.serve(job)

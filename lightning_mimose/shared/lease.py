@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
@@ -19,6 +20,8 @@ from lightning_mimose.shared.stops import Route
 
 IN_STEP_SLICES = 4
 """A step is only interrupted for another job's turn after so many slices: two steps half-way hold more than one."""
+WATCHED_STEPS = 32
+"""A step notices its stops if there was a wait so many of the job's steps ago; else they cost more than they give."""
 
 
 class Lease:
@@ -54,6 +57,10 @@ class Lease:
         self.parts: dict[object, int] = {}
         self._reach = self._last = 0
         self._stepping = False
+        self._watched = WATCHED_STEPS
+        """How many more steps notice their stops."""
+        self._began, self._took = 0.0, float("inf")
+        """When the step began, and how long the latest took, in seconds."""
         self._closing = threading.Lock()
         self._closed = False
         self.is_the_parents = False
@@ -141,11 +148,14 @@ class Lease:
 
     def turn(self, slices: int = 1) -> None:
         """Let another job run, if one waits and this one has had so many slices."""
-        # On an accelerator what was launched runs on while another job launches.
-        least = slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
-        if self._runner is not None and BATON.queue and BATON.held_seconds >= least:
+        if BATON.queue and self._runner is not None and BATON.held_seconds >= self._least_seconds(slices):
             BATON.give(self._runner)
             BATON.take(self._runner)
+
+    def _least_seconds(self, slices: int) -> float:
+        """How long this job keeps its turn at least."""
+        # On an accelerator what was launched runs on while another job launches.
+        return slices * SLICE_SECONDS if self.device.type == "cpu" or self._runner is None else 0.0
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -160,15 +170,31 @@ class Lease:
             False if there is no such room any more: plan anew, with `plan_bytes`.
         """
         self.turn()
-        verdict = self._broker.begin(self.job, route.claim, rest_bytes)
-        if verdict.refused:
-            return False
-        self._place.at, self._last = 0, len(route.claim) - 1
-        self._reach = verdict.reach or self._wait()
+        claim = route.claim
+        if self._broker.resume(self.job, claim, rest_bytes):
+            self._reach = len(claim)
+        else:
+            verdict = self._broker.begin(self.job, claim, rest_bytes)
+            if verdict.refused:
+                return False
+            self._place.at = 0
+            if verdict.reach < len(claim):
+                self._watched = WATCHED_STEPS
+            self._reach = verdict.reach or self._wait()
+        self._last = len(claim) - 1
         self._stepping = self._reach > 0
         if self._stepping:
             self.rest_bytes = rest_bytes
+            self._began = time.monotonic()
         return self._stepping
+
+    @property
+    def watches(self) -> bool:
+        """Whether the step that begins is to notice its stops: somebody waited lately, or it will last for long.
+
+        One that does not was granted all of itself, and others wait for its end at most.
+        """
+        return self._watched > 0 or self._place.wanted or self._took >= self._least_seconds(IN_STEP_SLICES)
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:
         """Come to the beginning of a stretch; waits until it is granted.
@@ -184,6 +210,7 @@ class Lease:
             stretch = self._last
         place.at = stretch
         if place.wanted or self._reach <= stretch:
+            self._watched = WATCHED_STEPS
             while self._reach <= stretch and wait:
                 self._broker.advance(self.job, stretch)
                 self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
@@ -204,6 +231,8 @@ class Lease:
         """The step is over, or given up."""
         if self._stepping:
             self._stepping = False
+            self._took = time.monotonic() - self._began
+            self._watched = WATCHED_STEPS if self._place.wanted else max(0, self._watched - 1)
             self._broker.end(self.job)
 
     def beside(self) -> str:

@@ -45,7 +45,8 @@ class Link:
         self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
         self._hello |= {"budget": budget_bytes, "device": device}
         self._budget_bytes = budget_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._pending: dict[str, Any] | None = None
         """What was asked and neither answered nor, if the answer was to wait, granted."""
         self._answer: Any = None
@@ -117,20 +118,16 @@ class Link:
 
     def needs_at_least(self, least_bytes: int) -> None:
         """A step of this job needs so much under any plan."""
-        with self._changed:
+        with self._lock:
             self._least_bytes = max(least_bytes, self._least_bytes)
 
-    def begin_alone(self, rest_bytes: int) -> bool:
-        """Begin a step without asking; False if it must be asked for."""
-        with self._changed:
-            self._alone_in_step = self.alone
+    def resume(self, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step without asking: alone, or on what an earlier one was granted; False if it must be asked for."""
+        with self._lock:
             if self.alone:
-                self._rest_bytes = rest_bytes
-            return self.alone
-
-    def begin_kept(self, claim: Claim, rest_bytes: int) -> bool:
-        """Begin a step on what was granted for an earlier one; False if it must be asked for."""
-        with self._changed:
+                self._alone_in_step, self._rest_bytes = True, rest_bytes
+                return True
+            self._alone_in_step = False
             if self._kept is None or claim.peak_bytes > self._kept[0] or rest_bytes > self._kept[1]:
                 return False
             self._claim, self.at, self._reach = claim, 0, len(claim)
@@ -145,7 +142,7 @@ class Link:
 
     def end(self) -> None:
         """The step is over."""
-        with self._changed:
+        with self._lock:
             self._pending = self._granted = None
             if self._alone_in_step:
                 self._alone_in_step = False
@@ -188,7 +185,8 @@ class Link:
             with suppress(OSError):
                 os.close(descriptor)
         # From now on these numbers are those of other files, and the name of the file is still the parent's.
-        self._closed, self.alone, self._changed = True, False, threading.Condition()
+        self._closed, self.alone, self._lock = True, False, threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------

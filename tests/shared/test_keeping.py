@@ -1,4 +1,4 @@
-"""What a job in a process keeps from step to step while nobody waits, and gives back when somebody does."""
+"""What a job keeps from step to step while nobody waits, and gives back when somebody does; when it notices stops."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import time
 import pytest
 import torch
 
+from lightning_mimose import Mimose, SharedBudget
+from lightning_mimose.shared import lease as lease_module
 from lightning_mimose.shared import link
+from lightning_mimose.shared.broker import LocalBroker
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route
 from tests.helpers.processes import broker, kill_coordinator, settled, soon
+from tests.helpers.sharing import block, loss
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,13 @@ def steps(broker, job, *claims):
 
 def begun(broker, job, claim):
     """How far a step may run that waits as long as it must."""
-    return broker.begin(job, Claim.of(claim), 100).reach or broker.wait(job)
+    return reach(broker, job, claim) or broker.wait(job)
+
+
+def reach(broker, job, claim):
+    """How far a step may run at once."""
+    claim = Claim.of(claim)
+    return len(claim) if broker.resume(job, claim, 100) else broker.begin(job, claim, 100).reach
 
 
 def test_a_step_that_need_not_wait_says_nothing(two_jobs, said):
@@ -70,7 +80,7 @@ def test_what_is_kept_between_steps_is_given_back_as_soon_as_somebody_waits(two_
     one, two = two_jobs
     steps(one, "a", [800], [800])
     assert begun(two, "b", [850]) == 1
-    assert one.begin("a", Claim.of([800]), 100).reach == 0
+    assert reach(one, "a", [800]) == 0
     two.end("b")
     assert one.wait("a") == 1
 
@@ -78,12 +88,12 @@ def test_what_is_kept_between_steps_is_given_back_as_soon_as_somebody_waits(two_
 def test_a_step_on_a_larger_ones_grant_gives_back_what_it_does_not_need(two_jobs):
     one, two = two_jobs
     steps(one, "a", [800])
-    assert one.begin("a", Claim.of([500, 300]), 100).reach == 2
+    assert reach(one, "a", [500, 300]) == 2
     one.place("a").at = 0
     assert begun(two, "b", [500]) == 1
     two.end("b")
     one.place("a").at = 1
-    assert two.begin("b", Claim.of([600]), 100).reach == 0  # it may still hold 500, as far as was said
+    assert reach(two, "b", [600]) == 0  # it may still hold 500, as far as was said
     one.advance("a", 1)
     assert two.wait("b") == 1
 
@@ -92,12 +102,12 @@ def test_whoever_takes_over_counts_the_step_and_not_what_was_kept(two_jobs, name
     one, two = two_jobs
     steps(one, "a", [800])
     killed = [kill_coordinator(name)]
-    assert two.begin("b", Claim.of([850]), 100).reach == 1
+    assert reach(two, "b", [850]) == 1
     two.end("b")
     steps(one, "a", [800])
-    assert one.begin("a", Claim.of([500]), 100).reach == 1
+    assert reach(one, "a", [500]) == 1
     killed.append(kill_coordinator(name, killed))
-    assert two.begin("b", Claim.of([600]), 100).reach == 0
+    assert reach(two, "b", [600]) == 0
     one.end("a")
     assert two.wait("b") == 1
 
@@ -151,10 +161,13 @@ def test_one_that_was_alone_for_long_need_not_wait_as_long(monkeypatch):
     assert min(served.values()) >= 9
 
 
-def test_jobs_that_keep_what_they_have_never_exceed_the_budget(name):
-    """Random steps of several jobs, each of which says truly what it holds."""
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_jobs_that_keep_what_they_have_never_exceed_the_budget(name, where, monkeypatch):
+    """Random steps of several jobs, each of which says truly what it holds, and stops only where it has to."""
+    monkeypatch.setattr(lease_module, "WATCHED_STEPS", 3)
     budget, jobs, held, highest, errors = 1000, "abc", {}, [0], []
-    lock = threading.Lock()
+    watched = {True: 0, False: 0}
+    lock, local = threading.Lock(), LocalBroker(budget)
 
     def holds(job, size):
         with lock:
@@ -163,18 +176,23 @@ def test_jobs_that_keep_what_they_have_never_exceed_the_budget(name):
 
     def train(job):
         try:
-            lot, mine = random.Random(job), broker(name, budget)
+            lot, mine = random.Random(job), local if where == "threads" else broker(name, budget)
             lease = Lease(mine, job, torch.device("cpu"), weight=1.0, own_generators=False, when_full="raise")
             lease.settle(50)
             holds(job, 50)
-            for _ in range(60):
-                most = lot.choice((250, 330, 700))  # often all fit beside each other, and sometimes two do not
+            for step in range(120):
+                often = (250, 330, 700) if step < 60 else (250, 330)  # all fit beside each other, and sometimes not two
+                most = lot.choice(often)
                 needs = [lot.randint(50, most) for _ in range(lot.randint(1, 8))]
                 assert lease.begin(Route(Claim.of(needs), {}), 50)
+                watches = lease.watches
+                with lock:
+                    watched[watches] += 1
                 holds(job, needs[0])
                 for stretch, need in enumerate(needs[1:], start=1):
                     holds(job, min(need, held[job]))
-                    lease.arrive(stretch)
+                    if watches:
+                        lease.arrive(stretch)
                     holds(job, need)
                     time.sleep(lot.choice((0, 0, 0.001)))
                 holds(job, 50)
@@ -185,14 +203,125 @@ def test_jobs_that_keep_what_they_have_never_exceed_the_budget(name):
             errors.append(error)
             raise
 
-    keeper = broker(name, budget)
-    keeper.join("keeper", 1.0)
+    if where == "processes":
+        keeper = broker(name, budget)
+        keeper.join("keeper", 1.0)
     threads = [threading.Thread(target=train, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    keeper.leave("keeper")
+    if where == "processes":
+        keeper.leave("keeper")
     assert not errors
     assert not any(thread.is_alive() for thread in threads)
     assert 330 < highest[0] <= budget
+    assert all(watched.values())
+
+
+def test_threads_keep_what_nobody_waits_for_and_give_back_what_they_do_not_need():
+    both = LocalBroker(1000)
+    settled(both, a=100, b=100)
+    steps(both, "a", [800])
+    assert both.resume("a", Claim.of([500, 300]), 100)
+    assert not both.resume("b", Claim.of([100]), 100)
+    assert begun(both, "b", [500]) == 1  # of the 800 it needs 500
+    both.end("b")
+    assert both.begin("b", Claim.of([600]), 100).reach == 0
+    assert both.place("a").wanted
+    both.advance("a", 1)
+    assert both.wait("b") == 1
+    both.end("a")
+    both.end("b")
+    assert not both.resume("a", Claim.of([801]), 100)
+    assert not both.resume("a", Claim.of([100]), 101)
+
+
+def test_time_that_a_thread_had_at_nobodys_cost_is_not_charged(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    both = LocalBroker(100)
+    settled(both, a=10, b=10, c=10)
+    steps(both, "a")
+    for _ in range(10):  # nobody waits
+        assert both.resume("a", Claim.of([60]), 10) or both.begin("a", Claim.of([60]), 10).reach
+        now[0] += 10
+        both.end("a")
+    assert both.begin("c", Claim.of([80]), 10).reach
+    now[0] += 1
+    assert both.begin("b", Claim.of([80]), 10).reach == 0
+    assert both.begin("a", Claim.of([80]), 10).reach == 0
+    now[0] += 1
+    both.end("c")
+    assert both.wait("b") == 1
+    now[0] += 1
+    both.end("b")
+    assert both.wait("a") == 1
+
+
+@pytest.fixture
+def two_leases(monkeypatch):
+    """Two jobs of a process, on a clock of their own."""
+    now = [0.0]
+    monkeypatch.setattr(lease_module.time, "monotonic", lambda: now[0])
+    both = LocalBroker(1000)
+    leases = [
+        Lease(both, job, torch.device("cpu"), weight=1.0, own_generators=False, when_full="raise") for job in "ab"
+    ]
+    for each in leases:
+        each.settle(100)
+    return now, both, leases[0]
+
+
+def watched(lease, steps, now, seconds=0.01, meanwhile=lambda: None):
+    """Which of some steps notice their stops."""
+    found = []
+    for _ in range(steps):
+        assert lease.begin(Route(Claim.of([300, 600, 300]), {}), 100)
+        found.append(lease.watches)
+        now[0] += seconds
+        meanwhile()
+        lease.end()
+    return found
+
+
+def test_stops_are_noticed_for_a_while_after_somebody_waited(two_leases):
+    now, both, lease = two_leases
+    assert watched(lease, 40, now) == [True] * 32 + [False] * 8
+    # Another job waits for the end of such a step, and does so but once.
+    watched(lease, 1, now, meanwhile=lambda: both.begin("b", Claim.of([500]), 100))
+    assert both.wait("b") == 1
+    both.end("b")
+    assert watched(lease, 40, now) == [True] * 32 + [False] * 8
+    assert both.begin("b", Claim.of([800]), 100).reach
+    thread = threading.Timer(0.05, both.end, ("b",))
+    thread.start()
+    assert watched(lease, 1, now) == [True]  # this one had to wait itself
+    assert watched(lease, 40, now) == [True] * 31 + [False] * 9
+
+
+def test_long_steps_always_notice_their_stops(two_leases):
+    now, _, lease = two_leases
+    assert watched(lease, 40, now, seconds=0.3) == [True] * 40
+    assert watched(lease, 2, now) == [True, False]
+
+
+def test_units_are_only_stopped_at_where_stops_are_noticed(monkeypatch):
+    monkeypatch.setattr(lease_module, "SLICE_SECONDS", 1000.0)
+    shared = SharedBudget("100MB", own_generators=False, device="cpu")
+    other, _ = shared.open(torch.device("cpu"), "other")
+    other.settle(1000)
+    model = torch.nn.Sequential(block(), block(), block())
+    seen = []
+
+    def noted(model, batch):
+        found = loss(model, batch)
+        seen.append(mimose._engine.session.stops is not None)
+        return found
+
+    with Mimose(model, budget=shared, loss_fn=noted) as mimose:
+        for _ in range(50):
+            mimose.step(torch.randn(8, 32))
+    other.close()
+    assert any(seen[:32])
+    assert not any(seen[32:])
