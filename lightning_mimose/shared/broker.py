@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_mimose.shared.bank import Verdict
+from lightning_mimose.shared.account import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
 

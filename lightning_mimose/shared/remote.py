@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_mimose.errors import SharedBudgetError
-from lightning_mimose.shared.bank import Verdict
+from lightning_mimose.shared.account import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.reach import ask_once, connect, raise_error
