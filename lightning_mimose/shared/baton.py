@@ -26,8 +26,8 @@ from lightning_mimose.shared.generators import Generators
 
 log = logging.getLogger(__name__)
 
-SLICE_SECONDS = 0.05
-"""How long a job on a CPU may run at least before another one's turn comes, unless it waits."""
+SLICE_SECONDS = 0.2
+"""How long a job on a CPU may run at least before another one's turn comes, unless it waits; caches are cold after."""
 TELL_SECONDS = 60.0
 """How long a job waits for its turn before it says for whom."""
 

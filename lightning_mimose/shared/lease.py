@@ -20,6 +20,8 @@ from lightning_mimose.shared.stops import Route
 
 IN_STEP_SLICES = 4
 """A step is only interrupted for another job's turn after so many slices: two steps half-way hold more than one."""
+LONG_SECONDS = 0.2
+"""Others need not wait for the end of a step that takes longer, at its first wait neither: it notices its stops."""
 WATCHED_STEPS = 32
 """A step notices its stops if there was a wait so many of the job's steps ago; else they cost more than they give."""
 
@@ -194,7 +196,11 @@ class Lease:
 
         One that does not was granted all of itself, and others wait for its end at most.
         """
-        return self._watched > 0 or self._place.wanted or self._took >= self._least_seconds(IN_STEP_SLICES)
+        return (
+            self._watched > 0
+            or self._place.wanted
+            or self._took >= min(LONG_SECONDS, self._least_seconds(IN_STEP_SLICES))
+        )
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:
         """Come to the beginning of a stretch; waits until it is granted.
