@@ -112,7 +112,8 @@ class LocalBroker:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._counter = Counter(budget_bytes)
-        self._lock = threading.Lock()
+        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._steps: dict[str, _Step] = {}
 

@@ -63,7 +63,7 @@ class Lease:
         """How many more steps notice their stops."""
         self._began, self._took = 0.0, float("inf")
         """When the step began, and how long the latest took, in seconds."""
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close as well
         self._closed = False
         self.is_the_parents = False
         """Whether it came along when this process was forked, and so is none of this process."""
@@ -105,7 +105,7 @@ class Lease:
     def leave_to_parent(self) -> None:
         """In a forked child: never touch what the parent goes on with."""
         self.is_the_parents = self._closed = True
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._stepping, self._runner = False, None
         self._broker = cast("Broker", _Elsewhere(self.job))
 

@@ -45,7 +45,8 @@ class Link:
         self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
         self._hello |= {"budget": budget_bytes, "device": device}
         self._budget_bytes = budget_bytes
-        self._lock = threading.Lock()
+        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pending: dict[str, Any] | None = None
         """What was asked and neither answered nor, if the answer was to wait, granted."""
@@ -185,7 +186,7 @@ class Link:
             with suppress(OSError):
                 os.close(descriptor)
         # From now on these numbers are those of other files, and the name of the file is still the parent's.
-        self._closed, self.alone, self._lock = True, False, threading.Lock()
+        self._closed, self.alone, self._lock = True, False, threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 

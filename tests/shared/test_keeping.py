@@ -273,6 +273,31 @@ def two_leases(monkeypatch):
     return now, both, leases[0]
 
 
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_a_signals_handler_may_ask_and_close_in_the_midst_of_anything(name, where):
+    each = LocalBroker(1000) if where == "threads" else broker(name)
+    lease = Lease(each, "a", torch.device("cpu"), weight=1.0, own_generators=False, when_full="raise")
+    lease.settle(100)
+    locks = [lease._closing, each._lock if where == "threads" else each._links["a"]._lock]
+
+    def handler():  # as one that interrupts this thread while it holds a lock
+        for lock in locks:
+            with lock:
+                assert lease.begin(Route.whole(200), 100)
+                lease.update()
+                lease.end()
+                assert each.history()
+        for lock in locks:
+            with lock:
+                lease.close()
+
+    thread = threading.Thread(target=handler, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert lease._closed
+
+
 def watched(lease, steps, now, seconds=0.01, meanwhile=lambda: None):
     """Which of some steps notice their stops."""
     found = []
