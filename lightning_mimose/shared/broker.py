@@ -17,10 +17,12 @@ class Place(Protocol):
     Attributes:
         at: The stretch that it is in.
         wanted: Whether another job waits, so that `Broker.advance` has to be told.
+        waited: Whether one waits, or did so since the latest step of this job ended.
     """
 
     at: int
     wanted: bool
+    waited: bool
 
 
 class Broker(Protocol):
@@ -90,12 +92,14 @@ class _Step:
     Attributes:
         at: See `Place`.
         wanted: See `Place`.
+        waited: See `Place`.
         kept: What the counter goes on counting after the step that it was granted for: its peak, and what it rests on.
         claim: The step that runs on that; None between two.
     """
 
     at: int = 0
     wanted: bool = False
+    waited: bool = False
     kept: tuple[int, int] | None = None
     claim: Claim | None = None
 
@@ -197,14 +201,13 @@ class LocalBroker:
             if step is None:
                 return
             step.at, step.claim = 0, None
-            if step.kept is not None:
-                return
-            if not step.wanted:
+            if step.kept is None and not step.wanted:
                 step.kept = self._counter.bank.whole_step(job)
             if step.kept is None:
                 self._counter.count(job, charged=step.wanted)
                 self._counter.end(job)
                 self._tell()
+            step.waited = step.wanted
 
     def alone(self, job: str) -> bool:
         """Whether there is no other job."""
@@ -250,6 +253,7 @@ class LocalBroker:
         for job, step in self._steps.items():
             if step.wanted != waits:
                 step.wanted = waits
+                step.waited = step.waited or waits
                 self._counter.count(job, charged=not waits)
         if self._counter.answers:
             self._changed.notify_all()

@@ -21,9 +21,9 @@ from lightning_mimose.shared.stops import Route
 IN_STEP_SLICES = 4
 """A step is only interrupted for another job's turn after so many slices: two steps half-way hold more than one."""
 LONG_SECONDS = 0.2
-"""Others need not wait for the end of a step that takes longer, at its first wait neither: it notices its stops."""
+"""Steps that take so long are worth interrupting: those after one notice their stops, whoever waits or does not."""
 WATCHED_STEPS = 32
-"""A step notices its stops if there was a wait so many of the job's steps ago; else they cost more than they give."""
+"""So many training steps notice their stops after a wait, after a long one and at first; else stops do not pay."""
 
 
 class Lease:
@@ -60,9 +60,11 @@ class Lease:
         self._reach = self._last = 0
         self._stepping = False
         self._watched = WATCHED_STEPS
-        """How many more steps notice their stops."""
-        self._began, self._took = 0.0, float("inf")
-        """When the step began, and how long the latest took, in seconds."""
+        """How many more training steps notice their stops."""
+        self._waited = False
+        """Whether this or another job waited since the latest training step, as far as is known."""
+        self._trains, self._began = True, 0.0
+        """Whether the step is one of training, and when it began."""
         self._closing = threading.RLock()  # a signal's handler may close as well
         self._closed = False
         self.is_the_parents = False
@@ -157,16 +159,17 @@ class Lease:
     def _least_seconds(self, slices: int) -> float:
         """How long this job keeps its turn at least."""
         # On an accelerator what was launched runs on while another job launches.
-        return slices * SLICE_SECONDS if self.device.type == "cpu" or self._runner is None else 0.0
+        return slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
 
     # --- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, route: Route, rest_bytes: int) -> bool:
+    def begin(self, route: Route, rest_bytes: int, *, trains: bool = True) -> bool:
         """Wait until a step may begin.
 
         Args:
             route: Where it may stop, and what it needs.
             rest_bytes: What the job holds when it has ended.
+            trains: Whether it is a training step; an evaluation batch says nothing about how long those take.
 
         Returns:
             False if there is no such room any more: plan anew, with `plan_bytes`.
@@ -180,27 +183,29 @@ class Lease:
             if verdict.refused:
                 return False
             self._place.at = 0
-            if verdict.reach < len(claim):
-                self._watched = WATCHED_STEPS
+            self._waited = self._waited or verdict.reach < len(claim)
             self._reach = verdict.reach or self._wait()
         self._last = len(claim) - 1
         self._stepping = self._reach > 0
         if self._stepping:
             self.rest_bytes = rest_bytes
-            self._began = time.monotonic()
+            self._trains, self._began = trains, time.monotonic()
         return self._stepping
 
     @property
     def watches(self) -> bool:
-        """Whether the step that begins is to notice its stops: somebody waited lately, or it will last for long.
+        """Whether the step that begins is to notice its stops: there was a wait lately, or a step that took long.
 
         One that does not was granted all of itself, and others wait for its end at most.
         """
-        return (
-            self._watched > 0
-            or self._place.wanted
-            or self._took >= min(LONG_SECONDS, self._least_seconds(IN_STEP_SLICES))
-        )
+        # On an accelerator threads hand over at every stop.
+        eager = self._runner is not None and self.device.type != "cpu"
+        return eager or self._watched > 0 or self._waited or self._others_waited
+
+    @property
+    def _others_waited(self) -> bool:
+        """Whether another job waits, for memory or its turn, or did so for memory since the latest step."""
+        return self._place.waited or (self._runner is not None and bool(BATON.queue))
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:
         """Come to the beginning of a stretch; waits until it is granted.
@@ -216,7 +221,6 @@ class Lease:
             stretch = self._last
         place.at = stretch
         if place.wanted or self._reach <= stretch:
-            self._watched = WATCHED_STEPS
             while self._reach <= stretch and wait:
                 self._broker.advance(self.job, stretch)
                 self._reach = self._broker.ask(self.job).reach or self._wait() or self._reach
@@ -237,8 +241,11 @@ class Lease:
         """The step is over, or given up."""
         if self._stepping:
             self._stepping = False
-            self._took = time.monotonic() - self._began
-            self._watched = WATCHED_STEPS if self._place.wanted else max(0, self._watched - 1)
+            self._waited = self._waited or self._others_waited
+            if self._trains:
+                watch = self._waited or time.monotonic() - self._began >= LONG_SECONDS
+                self._watched = WATCHED_STEPS if watch else max(0, self._watched - 1)
+                self._waited = False
             self._broker.end(self.job)
 
     def beside(self) -> str:

@@ -31,6 +31,7 @@ class Link:
     Attributes:
         at: The stretch that the step is in, written by the job.
         wanted: Whether another job waits.
+        waited: Whether one waits, or did so since the latest step of this job ended.
 
     Args:
         meeting: Where.
@@ -64,7 +65,7 @@ class Link:
         self._rest_bytes = self._least_bytes = 0
         self._claim: Claim | None = None
         self.at = self._reach = 0
-        self.alone = self.wanted = False
+        self.alone = self.wanted = self.waited = False
         self._wanted_at = -CALM_SECONDS
         """When somebody was last heard to begin, or to cease, to wait."""
         self._kept: tuple[int, int] | None = None
@@ -156,6 +157,7 @@ class Link:
             else:
                 self._claim = None
                 self._send({"op": "end"})
+            self.waited = self.wanted
 
     def wait(self) -> int:
         """Wait for what was asked for."""
@@ -242,6 +244,7 @@ class Link:
                 self.plan = (int(message["plan"][0]), int(message["plan"][1]))
             if "wanted" in message:
                 self.wanted, self._wanted_at = bool(message["wanted"]), time.monotonic()
+                self.waited = self.waited or self.wanted
                 if self.wanted and not self._alone_in_step:
                     self._let_go()
             if "alone" in message:

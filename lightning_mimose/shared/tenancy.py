@@ -102,7 +102,8 @@ class Tenancy:
             peak_bytes: What it takes, resident memory included; None where that is not known: it claims all.
         """
         claim = None if peak_bytes is None else peak_bytes + self._aside
-        while claim is None or not self._lease.begin(Route.whole(claim), min(self._lease.rest_bytes, claim)):
+        rest = self._lease.rest_bytes
+        while claim is None or not self._lease.begin(Route.whole(claim), min(rest, claim), trains=False):
             claim = self._lease.room_bytes()
 
     def _route(self, step: Step) -> Route:

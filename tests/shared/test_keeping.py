@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from lightning_mimose import Mimose, SharedBudget
 from lightning_mimose.shared import lease as lease_module
 from lightning_mimose.shared import link
+from lightning_mimose.shared.baton import BATON
 from lightning_mimose.shared.broker import LocalBroker
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
@@ -259,25 +261,175 @@ def test_time_that_a_thread_had_at_nobodys_cost_is_not_charged(monkeypatch):
     assert both.wait("a") == 1
 
 
+def lease_of(broker, job, *, own_generators=False):
+    lease = Lease(broker, job, torch.device("cpu"), weight=1.0, own_generators=own_generators, when_full="raise")
+    lease.settle(100)
+    return lease
+
+
 @pytest.fixture
-def two_leases(monkeypatch):
-    """Two jobs of a process, on a clock of their own."""
+def now(monkeypatch):
+    """The time by which steps are measured."""
     now = [0.0]
-    monkeypatch.setattr(lease_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def two_leases(now):
+    """Two jobs of a process, on a clock of their own."""
     both = LocalBroker(1000)
-    leases = [
-        Lease(both, job, torch.device("cpu"), weight=1.0, own_generators=False, when_full="raise") for job in "ab"
-    ]
-    for each in leases:
-        each.settle(100)
+    leases = [lease_of(both, job) for job in "ab"]
     return now, both, leases[0]
+
+
+def watched(lease, steps, now, seconds=0.01, meanwhile=lambda: None):
+    """Which of some steps notice their stops."""
+    found = []
+    for _ in range(steps):
+        assert lease.begin(Route(Claim.of([300, 600, 300]), {}), 100)
+        found.append(lease.watches)
+        now[0] += seconds
+        meanwhile()
+        lease.end()
+    return found
+
+
+def evaluated(lease, batches, now, seconds=0.01):
+    for _ in range(batches):
+        assert lease.begin(Route.whole(300), 100, trains=False)
+        now[0] += seconds
+        lease.end()
+
+
+FOR_A_WHILE = [True] * 32 + [False] * 8
+
+
+def test_stops_are_noticed_at_first_and_for_a_while_after_somebody_waited(two_leases):
+    now, both, lease = two_leases
+    assert watched(lease, 40, now) == FOR_A_WHILE
+    # Another job waits for the end of such a step, and does so but once.
+    watched(lease, 1, now, meanwhile=lambda: both.begin("b", Claim.of([500]), 100))
+    assert both.wait("b") == 1
+    both.end("b")
+    assert watched(lease, 40, now) == FOR_A_WHILE
+
+
+def test_stops_are_noticed_for_a_while_after_a_step_that_had_to_wait(two_leases):
+    now, both, lease = two_leases
+    watched(lease, 40, now)
+    assert both.begin("b", Claim.of([800]), 100).reach
+
+    def leave():
+        soon(lambda: both.place("b").wanted)
+        both.end("b")
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    assert watched(lease, 1, now) == [True]
+    thread.join()
+    assert watched(lease, 40, now) == FOR_A_WHILE
+
+
+def test_a_step_that_was_granted_in_part_notices_its_stops(two_leases):
+    now, both, lease = two_leases
+    watched(lease, 40, now)
+    assert both.begin("b", Claim.of([500]), 100).reach
+    assert watched(lease, 1, now) == [True]
+    both.end("b")
+    assert watched(lease, 40, now) == FOR_A_WHILE
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_a_wait_that_began_and_ended_in_the_midst_of_a_step_counts(now, name, where):
+    each = [LocalBroker(1000)] * 3 if where == "threads" else [broker(name) for _ in range(3)]
+    leases = [lease_of(*pair) for pair in zip(each, "abc", strict=True)]
+    soon(lambda: not each[0].alone("a"))
+    watched(leases[0], 40, now)
+    soon(lambda: not each[0].place("a").waited)
+
+    def others():
+        assert each[1].begin("b", Claim.of([300]), 100).reach
+        assert each[2].begin("c", Claim.of([150]), 100).reach == 0
+        soon(lambda: each[0].place("a").wanted)
+        each[1].end("b")
+        assert each[2].wait("c") == 1
+        soon(lambda: not each[0].place("a").wanted)
+
+    assert watched(leases[0], 1, now, meanwhile=others) == [False]
+    each[2].end("c")
+    assert watched(leases[0], 40, now) == FOR_A_WHILE
+    for lease in leases:
+        lease.close()
+
+
+def test_steps_that_find_somebody_waiting_notice_their_stops(two_leases):
+    now, both, lease = two_leases
+    watched(lease, 40, now)
+    third = lease_of(both, "c")
+    assert both.begin("b", Claim.of([700]), 100).reach
+    assert both.begin("c", Claim.of([800]), 100).reach == 0
+    assert lease.watches
+    both.end("b")
+    both.wait("c")
+    third.close()
+
+
+def test_stops_are_noticed_for_a_while_after_a_long_step(two_leases):
+    now, _, lease = two_leases
+    watched(lease, 40, now)
+    assert watched(lease, 1, now, seconds=0.3) == [False]
+    assert watched(lease, 40, now) == FOR_A_WHILE
+
+
+def test_long_steps_always_notice_their_stops_whatever_runs_between_them(two_leases):
+    now, _, lease = two_leases
+    for _ in range(20):
+        assert watched(lease, 1, now, seconds=5.0) == [True]
+        assert watched(lease, 2, now, seconds=0.05) == [True, True]
+        evaluated(lease, 40, now)
+
+
+def test_evaluation_is_no_step_after_a_wait_and_none_that_takes_long(two_leases):
+    now, both, lease = two_leases
+    watched(lease, 40, now)
+    evaluated(lease, 3, now, seconds=5.0)
+    assert watched(lease, 1, now) == [False]
+    watched(lease, 1, now, meanwhile=lambda: both.begin("b", Claim.of([500]), 100))
+    both.wait("b")
+    both.end("b")
+    evaluated(lease, 40, now)
+    assert watched(lease, 40, now) == FOR_A_WHILE
+
+
+def test_whoever_waits_for_its_turn_counts_as_well(now):
+    both = LocalBroker(1000)
+    ended, lease = threading.Event(), lease_of(both, "a", own_generators=True)
+    watched(lease, 40, now)
+
+    def other():
+        second = lease_of(both, "b", own_generators=True)
+        second.close()
+        ended.set()
+
+    thread = threading.Thread(target=other, daemon=True)
+
+    def comes():
+        thread.start()
+        soon(lambda: BATON.queue)
+
+    assert watched(lease, 1, now, meanwhile=comes) == [False]
+    BATON.give(lease._runner)
+    assert ended.wait(20)
+    BATON.take(lease._runner)
+    assert watched(lease, 40, now) == FOR_A_WHILE
+    lease.close()
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_a_signals_handler_may_ask_and_close_in_the_midst_of_anything(name, where):
     each = LocalBroker(1000) if where == "threads" else broker(name)
-    lease = Lease(each, "a", torch.device("cpu"), weight=1.0, own_generators=False, when_full="raise")
-    lease.settle(100)
+    lease = lease_of(each, "a")
     locks = [lease._closing, each._lock if where == "threads" else each._links["a"]._lock]
 
     def handler():  # as one that interrupts this thread while it holds a lock
@@ -298,41 +450,8 @@ def test_a_signals_handler_may_ask_and_close_in_the_midst_of_anything(name, wher
     assert lease._closed
 
 
-def watched(lease, steps, now, seconds=0.01, meanwhile=lambda: None):
-    """Which of some steps notice their stops."""
-    found = []
-    for _ in range(steps):
-        assert lease.begin(Route(Claim.of([300, 600, 300]), {}), 100)
-        found.append(lease.watches)
-        now[0] += seconds
-        meanwhile()
-        lease.end()
-    return found
-
-
-def test_stops_are_noticed_for_a_while_after_somebody_waited(two_leases):
-    now, both, lease = two_leases
-    assert watched(lease, 40, now) == [True] * 32 + [False] * 8
-    # Another job waits for the end of such a step, and does so but once.
-    watched(lease, 1, now, meanwhile=lambda: both.begin("b", Claim.of([500]), 100))
-    assert both.wait("b") == 1
-    both.end("b")
-    assert watched(lease, 40, now) == [True] * 32 + [False] * 8
-    assert both.begin("b", Claim.of([800]), 100).reach
-    thread = threading.Timer(0.05, both.end, ("b",))
-    thread.start()
-    assert watched(lease, 1, now) == [True]  # this one had to wait itself
-    assert watched(lease, 40, now) == [True] * 31 + [False] * 9
-
-
-def test_long_steps_always_notice_their_stops(two_leases):
-    now, _, lease = two_leases
-    assert watched(lease, 40, now, seconds=0.3) == [True] * 40
-    assert watched(lease, 2, now) == [True, False]
-
-
 def test_units_are_only_stopped_at_where_stops_are_noticed(monkeypatch):
-    monkeypatch.setattr(lease_module, "SLICE_SECONDS", 1000.0)
+    monkeypatch.setattr(lease_module, "LONG_SECONDS", float("inf"))
     shared = SharedBudget("100MB", own_generators=False, device="cpu")
     other, _ = shared.open(torch.device("cpu"), "other")
     other.settle(1000)
