@@ -136,8 +136,9 @@ class Bank:
         """The peak of a job's step and its rest, if it was granted all of it and is counted as holding all of it."""
         account = self.accounts[job]
         claim = account.claim
-        whole = claim is not None and account.at == 0 and account.reach == len(claim)
-        return (claim.peak_bytes, account.rest_bytes) if whole and claim is not None else None
+        if claim is None or account.at > 0 or account.reach < len(claim):
+            return None
+        return claim.peak_bytes, account.rest_bytes
 
     def replace(self, job: str, claim: Claim, now: float) -> None:
         """Another step of a job has begun on what it was granted for an earlier one.

@@ -182,7 +182,6 @@ class Lease:
             verdict = self._broker.begin(self.job, claim, rest_bytes)
             if verdict.refused:
                 return False
-            self._place.at = 0
             self._waited = self._waited or verdict.reach < len(claim)
             self._reach = verdict.reach or self._wait()
         self._last = len(claim) - 1

@@ -127,9 +127,8 @@ class Link:
         """Begin a step without asking: alone, or on what an earlier one was granted; False if it must be asked for."""
         with self._lock:
             if self.alone:
-                self._alone_in_step, self._rest_bytes = True, rest_bytes
+                self._alone_in_step, self._rest_bytes, self.at = True, rest_bytes, 0
                 return True
-            self._alone_in_step = False
             if self._kept is None or claim.peak_bytes > self._kept[0] or rest_bytes > self._kept[1]:
                 return False
             self._claim, self.at, self._reach = claim, 0, len(claim)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -110,8 +110,13 @@ class Stops:
         if backward is not None:
             node = _node(out)
             if node is not None:
-                node.register_prehook(lambda gradients: arrive(backward))
+                node.register_prehook(partial(_before_backward, arrive, backward))
         return out
+
+
+def _before_backward(arrive: Callable[[int], None], stretch: int, gradients: Any) -> None:
+    """Anything but None would take the gradients' place."""
+    arrive(stretch)
 
 
 def _node(out: Any) -> torch.autograd.graph.Node | None:

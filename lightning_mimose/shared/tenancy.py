@@ -31,8 +31,8 @@ class Tenancy:
         self._advisor, self._session = advisor, session
         self._on_cpu = lease.device.type == "cpu"
         self._arrive = lease.arrive if self._on_cpu else self._arrive_on_accelerator  # called at every stop
-        self._view: tuple[Resident, StepView | None] | None = None
-        """What the step that was allowed looks like: the same is asked when it begins."""
+        self._view: StepView | None = None
+        """What the step that was allowed looks like: it is the one that begins next."""
         self._batch_bytes = 0
         self._backward = False
         self._again: tuple[Step, int] | None = None
@@ -56,8 +56,7 @@ class Tenancy:
 
     def allow(self, size: BatchSize, resident: Resident) -> None:
         """Let the next step be planned with what the job may have now."""
-        view = self._advisor.step_view(size, resident)
-        self._view = resident, view
+        view = self._view = self._advisor.step_view(size, resident)
         if view is None or not view.trusted:
             self._advisor.budget_bytes = self._room()
         else:
@@ -109,11 +108,9 @@ class Tenancy:
     def _route(self, step: Step) -> Route:
         allowed, aside, session = self._advisor.budget_bytes, self._aside, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
-        if step.sheltered or step.retried or beside or self._lease.alone:
+        view = self._view
+        if view is None or step.sheltered or step.retried or beside or self._lease.alone:
             return Route.whole(allowed + aside)
-        if self._view is None or self._view[0] is not step.resident or self._view[1] is None:
-            return Route.whole(allowed + aside)
-        view = self._view[1]
         key = (*step.actions.items(), allowed, aside)
         route: Route | None = view.routes.get(key)
         if route is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_mimose import Mimose, SharedBudget
+from lightning_mimose.shared import counter as counter_module
 from lightning_mimose.shared import lease as lease_module
 from lightning_mimose.shared import link
 from lightning_mimose.shared.baton import BATON
@@ -100,6 +101,30 @@ def test_a_step_on_a_larger_ones_grant_gives_back_what_it_does_not_need(two_jobs
     assert two.wait("b") == 1
 
 
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_every_step_begins_at_its_first_stretch(name, where):
+    both = [LocalBroker(1000)] * 2 if where == "threads" else [broker(name), broker(name)]
+    settled(both[0], a=100)
+    place = both[0].place("a")
+    if where == "processes":
+        soon(lambda: both[0].alone("a"))
+
+    def at(claim):
+        place.at = 3
+        assert begun(both[0], "a", claim)
+        found, place.at = place.at, 2
+        both[0].end("a")
+        return found
+
+    assert at([200, 100, 50, 20]) == 0  # alone
+    settled(both[1], b=100)
+    soon(lambda: not both[0].alone("a"))
+    assert at([300, 100, 50, 20]) == 0  # asked for
+    assert at([200, 100, 50, 20]) == 0  # on what is kept
+    both[0].leave("a")
+    both[1].leave("b")
+
+
 def test_whoever_takes_over_counts_the_step_and_not_what_was_kept(two_jobs, name):
     one, two = two_jobs
     steps(one, "a", [800])
@@ -139,7 +164,7 @@ def test_plans_are_told_when_they_change(two_jobs, name, said):
 
 def test_one_that_was_alone_for_long_need_not_wait_as_long(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(counter_module, "time", SimpleNamespace(time=lambda: now[0]))
     counter = Counter(100)
     counter.join("a")
     assert counter.settle("a", 10).reach
@@ -225,6 +250,10 @@ def test_threads_keep_what_nobody_waits_for_and_give_back_what_they_do_not_need(
     both = LocalBroker(1000)
     settled(both, a=100, b=100)
     steps(both, "a", [800])
+    assert not both.resume("a", Claim.of([801]), 100)
+    assert not both.resume("a", Claim.of([800]), 101)
+    assert both.resume("a", Claim.of([800]), 100)
+    both.end("a")
     assert both.resume("a", Claim.of([500, 300]), 100)
     assert not both.resume("b", Claim.of([100]), 100)
     assert begun(both, "b", [500]) == 1  # of the 800 it needs 500
@@ -235,13 +264,11 @@ def test_threads_keep_what_nobody_waits_for_and_give_back_what_they_do_not_need(
     assert both.wait("b") == 1
     both.end("a")
     both.end("b")
-    assert not both.resume("a", Claim.of([801]), 100)
-    assert not both.resume("a", Claim.of([100]), 101)
 
 
 def test_time_that_a_thread_had_at_nobodys_cost_is_not_charged(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(counter_module, "time", SimpleNamespace(time=lambda: now[0]))
     both = LocalBroker(100)
     settled(both, a=10, b=10, c=10)
     steps(both, "a")
@@ -251,14 +278,14 @@ def test_time_that_a_thread_had_at_nobodys_cost_is_not_charged(monkeypatch):
         both.end("a")
     assert both.begin("c", Claim.of([80]), 10).reach
     now[0] += 1
-    assert both.begin("b", Claim.of([80]), 10).reach == 0
-    assert both.begin("a", Claim.of([80]), 10).reach == 0
-    now[0] += 1
-    both.end("c")
-    assert both.wait("b") == 1
-    now[0] += 1
-    both.end("b")
-    assert both.wait("a") == 1
+    for job in "ab":  # a is the first in the row, and not behind b for what it had
+        assert both.begin(job, Claim.of([80]), 10).reach == 0
+    for job in "ab":
+        now[0] += 1
+        both.end("c" if job == "a" else "a")
+        answered, _ = both._counter.answers.copy().popitem()
+        assert answered == job
+        assert both.wait(job) == 1
 
 
 def lease_of(broker, job, *, own_generators=False):
