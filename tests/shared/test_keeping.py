@@ -19,7 +19,7 @@ from lightning_mimose.shared.broker import LocalBroker
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
 from lightning_mimose.shared.lease import Lease
-from lightning_mimose.shared.stops import Route
+from lightning_mimose.shared.stops import Route, Stops
 from tests.helpers.processes import broker, kill_coordinator, settled, soon
 from tests.helpers.sharing import block, loss
 
@@ -475,6 +475,22 @@ def test_a_signals_handler_may_ask_and_close_in_the_midst_of_anything(name, wher
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert lease._closed
+
+
+def test_threads_on_an_accelerator_always_notice_their_stops(now):
+    lease = Lease(LocalBroker(1000), "a", torch.device("meta"), weight=1.0, own_generators=True, when_full="raise")
+    lease.settle(100)
+    assert watched(lease, 40, now) == [True] * 40
+    lease.close()
+
+
+def test_a_stop_leaves_the_gradients_as_they_are():
+    arrived = []
+    unit, batch = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    stops = Stops(Route(Claim.of([1, 1, 1, 1]), {"unit": (1, 2)}), lambda stretch: arrived.append(stretch) or (None,))
+    stops.call("unit", lambda args, kwargs: unit(*args), (batch,), {}).sum().backward()
+    assert arrived == [1, 2]
+    assert torch.equal(unit.bias.grad, torch.full((3,), 2.0))
 
 
 def test_units_are_only_stopped_at_where_stops_are_noticed(monkeypatch):
