@@ -14,69 +14,13 @@ to wait; steps under way go on. They end, then, and the first in the row is serv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
+from .account import Account, Verdict
 from .claim import Claim
 from .fair import FairClock
+from .safety import furthest, is_safe, state_of
 from .shares import Wish, fair_shares
-
-State: TypeAlias = tuple[int, int, int]
-"""(held, ahead, rest) of one job, in bytes."""
-
-
-@dataclass
-class Account:
-    """One job.
-
-    Attributes:
-        rest_bytes: What it holds between steps.
-        weight: Its weight.
-        least_bytes: The smallest peak that its largest batch can be brought down to, as far as is known.
-        wants_bytes: The peak that it would have if it saved nothing, as far as is known.
-        claim: What the step under way needs; None between steps.
-        at: The stretch it is in.
-        reach: The first stretch that was not granted.
-        asks: What it waits for: a claim and the rest that goes with it; for more of its present claim, that.
-        began: When its step began, in seconds.
-        patient: Whether it waits for others to leave, if need be.
-        builds: Whether it builds its model, so that nobody knows what it will hold at rest.
-    """
-
-    rest_bytes: int
-    weight: float = 1.0
-    least_bytes: int = 0
-    wants_bytes: int = 0
-    claim: Claim | None = None
-    at: int = 0
-    reach: int = 0
-    asks: tuple[Claim | None, int] | None = None
-    began: float = 0.0
-    patient: bool = False
-    builds: bool = False
-
-    @property
-    def state(self) -> State:
-        """What it may hold at this moment, what it may come to hold before its step ends, and its rest, in bytes."""
-        return state_of(self.claim, self.at, self.reach, self.rest_bytes)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """An answer of the bank.
-
-    Attributes:
-        reach: The first stretch that is not granted; 0 where the job has to wait.
-        room_bytes: What a step of the job may need at most, given what the others hold at rest.
-        refused: Whether the claim, or the rest, exceeds that room, so that waiting would be in vain.
-        full: Whether it has to wait until another job leaves, for all of them do not fit beside each other.
-    """
-
-    reach: int
-    room_bytes: int
-    refused: bool = False
-    full: bool = False
 
 
 class Bank:
@@ -188,17 +132,13 @@ class Bank:
         account = self.accounts[job]
         account.at = max(account.at, min(at, account.reach - 1))
 
-    def covers(self, job: str, claim: Claim, rest_bytes: int) -> bool:
-        """Whether a step could run on what the job was granted for an earlier one, and still has all of."""
+    def whole_step(self, job: str) -> tuple[int, int] | None:
+        """The peak of a job's step and its rest, if it was granted all of it and is counted as holding all of it."""
         account = self.accounts[job]
-        had = account.claim
-        fits = had is not None and claim.peak_bytes <= had.peak_bytes and rest_bytes <= account.rest_bytes
-        return fits and self.has_whole_step(job)
-
-    def has_whole_step(self, job: str) -> bool:
-        """Whether a job was granted all of its step, and nothing of that was counted as given back."""
-        account = self.accounts[job]
-        return account.claim is not None and account.at == 0 and account.reach == len(account.claim)
+        claim = account.claim
+        if claim is None or account.at > 0 or account.reach < len(claim):
+            return None
+        return claim.peak_bytes, account.rest_bytes
 
     def replace(self, job: str, claim: Claim, now: float) -> None:
         """Another step of a job has begun on what it was granted for an earlier one.
@@ -206,8 +146,8 @@ class Bank:
         Raises:
             ValueError: It needs more than that one did.
         """
-        account = self.accounts[job]
-        if not self.covers(job, claim, account.rest_bytes):
+        account, granted = self.accounts[job], self.whole_step(job)
+        if granted is None or claim.peak_bytes > granted[0]:
             raise ValueError(f"{job!r} was not granted {claim.peak_bytes} bytes")
         self.count(job, now, charged=True)
         self._clock.serve(job)
@@ -291,7 +231,7 @@ class Bank:
 
     def is_safe(self) -> bool:
         """Whether every step under way can be run to its end, in some order."""
-        return self._safe(account.state for account in self.accounts.values())
+        return is_safe(self.budget_bytes, (account.state for account in self.accounts.values()))
 
     # --- deciding ---------------------------------------------------------------------------------------------
 
@@ -336,7 +276,9 @@ class Bank:
         account = self.accounts[job]
         others = [a.state for name, a in self.accounts.items() if name != job]
         if claim is None:
-            if not self._floors_fit(job, rest_bytes) or not self._safe([*others, (rest_bytes, rest_bytes, rest_bytes)]):
+            if not self._floors_fit(job, rest_bytes) or not is_safe(
+                self.budget_bytes, [*others, state_of(None, 0, 0, rest_bytes)]
+            ):
                 return 0
             account.claim, account.at, account.reach, account.rest_bytes = None, 0, 0, rest_bytes
             return 1
@@ -348,44 +290,10 @@ class Bank:
         ):
             return 0
         at, before = (0, 0) if beginning else (account.at, account.reach)
-        granted, out = before, len(claim) + 1
-        # What a step holds only grows with its reach, and what is safe only shrinks with what is held. It can mostly
-        # have all, so that is tried first.
-        reach = len(claim)
-        while granted < reach < out:
-            if self._safe([*others, state_of(claim, at, reach, rest_bytes)]):
-                granted = reach
-            else:
-                out = reach
-            reach = (granted + out) // 2
+        granted = furthest(self.budget_bytes, others, claim, at, before, rest_bytes)
         if granted == before < len(claim):
             return 0
         if beginning:
             self._clock.serve(job)
         account.claim, account.at, account.reach, account.rest_bytes = claim, at, granted, rest_bytes
         return granted
-
-    def _safe(self, states: Iterable[State]) -> bool:
-        """Whether all steps under way can be run to their end, one after the other."""
-        free = self.budget_bytes
-        missing = []
-        for held, ahead, rest in states:
-            free -= held
-            if ahead > rest:
-                missing.append((ahead - held, held - rest))
-        if free < 0:
-            return False
-        # What is given back at a step's end never makes less free, so the step that lacks least may always be next.
-        for lacks, back in sorted(missing):
-            if lacks > free:
-                return False
-            free += back
-        return True
-
-
-def state_of(claim: Claim | None, at: int, reach: int, rest_bytes: int) -> State:
-    """What a job holds, may come to hold, and holds at rest; a step gives back what it holds beyond the rest only."""
-    if claim is None:
-        return rest_bytes, rest_bytes, rest_bytes
-    held = max(rest_bytes, claim.within(at, reach))
-    return held, max(rest_bytes, claim.ahead[at]), rest_bytes

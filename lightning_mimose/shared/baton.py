@@ -2,8 +2,9 @@
 
 Torch has one generator per process and device, Python and NumPy have one per process. Two trainings in threads draw
 from them in turns that no run repeats: with dropout they get other masks than alone, and a recomputed unit puts the
-generator back under the other one's feet. So jobs of one process run one at a time. They hand over at unit boundaries
-and between steps, never inside a unit that may draw; the generators change with the owner.
+generator back under the other one's feet. So jobs of one process run one at a time. They hand over between
+steps, and at unit boundaries in steps that notice their stops, never inside a unit that may draw; the generators change
+with the owner.
 
 What is lost is little: on a CPU one training uses all cores already (handing over takes about 0.1 ms, at most every
 `SLICE_SECONDS` or when a job waits for memory), on an accelerator Python's part is done before the kernels are. To let
@@ -26,8 +27,8 @@ from lightning_mimose.shared.generators import Generators
 
 log = logging.getLogger(__name__)
 
-SLICE_SECONDS = 0.05
-"""How long a job on a CPU may run at least before another one's turn comes, unless it waits."""
+SLICE_SECONDS = 0.2
+"""How long a job on a CPU may run at least before another one's turn comes, unless it waits; caches are cold after."""
 TELL_SECONDS = 60.0
 """How long a job waits for its turn before it says for whom."""
 

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_mimose.shared.bank import Verdict
+from lightning_mimose.shared.account import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.counter import Counter
 
@@ -17,10 +17,12 @@ class Place(Protocol):
     Attributes:
         at: The stretch that it is in.
         wanted: Whether another job waits, so that `Broker.advance` has to be told.
+        waited: Whether one waits, or did so since the latest step of this job ended.
     """
 
     at: int
     wanted: bool
+    waited: bool
 
 
 class Broker(Protocol):
@@ -48,6 +50,9 @@ class Broker(Protocol):
 
     def build(self, job: str) -> Verdict:
         """Ask for all the room there is, until `settle`."""
+
+    def resume(self, job: str, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step on what an earlier one was granted, without asking; False if it must be asked for."""
 
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
@@ -81,9 +86,22 @@ class Broker(Protocol):
 
 
 @dataclass
-class _Stretch:
+class _Step:
+    """Where a job's step is, and on what it runs; the counter is told when somebody else wants to know.
+
+    Attributes:
+        at: See `Place`.
+        wanted: See `Place`.
+        waited: See `Place`.
+        kept: What the counter goes on counting after the step that it was granted for: its peak, and what it rests on.
+        claim: The step that runs on that; None between two.
+    """
+
     at: int = 0
     wanted: bool = False
+    waited: bool = False
+    kept: tuple[int, int] | None = None
+    claim: Claim | None = None
 
 
 class LocalBroker:
@@ -98,27 +116,25 @@ class LocalBroker:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._counter = Counter(budget_bytes)
-        self._changed = threading.Condition()
-        self._places: dict[str, _Stretch] = {}
-        """Of each job; the counter is told where they are when somebody wants to know."""
-        self._kept: set[str] = set()
-        """Jobs whose step has ended; the counter is told, too, when somebody wants to know."""
+        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._steps: dict[str, _Step] = {}
 
     def join(self, job: str, weight: float) -> None:
         """Open an account."""
         with self._changed:
             self._counter.join(job, weight)
-            self._places[job] = _Stretch()
+            self._steps[job] = _Step()
 
     def place(self, job: str) -> Place:
         """Where the job's steps are noted."""
-        return self._places[job]
+        return self._steps[job]
 
     def leave(self, job: str) -> None:
         """Close it."""
         with self._changed:
-            self._places.pop(job, None)
-            self._kept.discard(job)
+            self._steps.pop(job, None)
             self._counter.leave(job)
             self._tell()
 
@@ -138,15 +154,20 @@ class LocalBroker:
             self._tell()
             return verdict
 
+    def resume(self, job: str, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step on what an earlier one was granted, without asking; False if it must be asked for."""
+        with self._lock:
+            step = self._steps[job]
+            kept = step.kept
+            if kept is None or claim.peak_bytes > kept[0] or rest_bytes > kept[1]:
+                return False
+            step.at, step.claim = 0, claim
+            return True
+
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         with self._changed:
-            self._places[job].at = 0
-            if job in self._kept and self._counter.bank.covers(job, claim, rest_bytes):
-                self._kept.discard(job)
-                self._counter.count(job, charged=False)  # it kept what nobody waited for
-                self._counter.replace(job, claim)
-                return Verdict(len(claim), self.budget_bytes)
+            self._steps[job].at = 0
             self._catch_up()
             verdict = self._counter.begin(job, claim, rest_bytes)
             self._tell()
@@ -169,22 +190,24 @@ class LocalBroker:
     def advance(self, job: str, at: int) -> None:
         """The step has come to a boundary."""
         with self._changed:
-            self._places[job].at = at
+            self._steps[job].at = at
             self._catch_up()
             self._tell()
 
     def end(self, job: str) -> None:
         """The step is over."""
-        with self._changed:
-            place = self._places.get(job)
-            if place is not None:
-                place.at = 0
-                if not place.wanted and self._counter.bank.has_whole_step(job):
-                    self._counter.count(job, charged=True)
-                    self._kept.add(job)
-                    return
-            self._counter.end(job)
-            self._tell()
+        with self._lock:
+            step = self._steps.get(job)
+            if step is None:
+                return
+            step.at, step.claim = 0, None
+            if step.kept is None and not step.wanted:
+                step.kept = self._counter.bank.whole_step(job)
+            if step.kept is None:
+                self._counter.count(job, charged=step.wanted)
+                self._counter.end(job)
+                self._tell()
+            step.waited = step.wanted
 
     def alone(self, job: str) -> bool:
         """Whether there is no other job."""
@@ -214,16 +237,23 @@ class LocalBroker:
             return self._counter.ledger.to_dict()
 
     def _catch_up(self) -> None:
-        while self._kept:
-            job = self._kept.pop()
-            self._counter.count(job, charged=False)
-            self._counter.end(job)
-        for job, place in self._places.items():
-            self._counter.advance(job, place.at)
+        """Tell the counter where everybody is: somebody asks, and what is needed no more is for others."""
+        for job, step in self._steps.items():
+            if step.kept is not None:
+                step.kept = None
+                self._counter.count(job, charged=False)  # until now it was at nobody's cost
+                if step.claim is None:
+                    self._counter.end(job)
+                else:
+                    self._counter.replace(job, step.claim)
+            self._counter.advance(job, step.at)
 
     def _tell(self) -> None:
         waits = bool(self._counter.bank.waiting)
-        for place in self._places.values():
-            place.wanted = waits
+        for job, step in self._steps.items():
+            if step.wanted != waits:
+                step.wanted = waits
+                step.waited = step.waited or waits
+                self._counter.count(job, charged=not waits)
         if self._counter.answers:
             self._changed.notify_all()

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from .bank import Verdict
+from .account import Verdict
 from .claim import Claim
 from .counter import Counter
 from .ledger import Ledger

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 
-from .bank import Bank, Verdict
+from .account import Verdict
+from .bank import Bank
 from .claim import Claim
 from .ledger import Ledger
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
@@ -19,6 +20,10 @@ from lightning_mimose.shared.stops import Route
 
 IN_STEP_SLICES = 4
 """A step is only interrupted for another job's turn after so many slices: two steps half-way hold more than one."""
+LONG_SECONDS = 0.2
+"""Steps that take so long are worth interrupting: those after one notice their stops, whoever waits or does not."""
+WATCHED_STEPS = 32
+"""So many training steps notice their stops after a wait, after a long one and at first; else stops do not pay."""
 
 
 class Lease:
@@ -54,7 +59,13 @@ class Lease:
         self.parts: dict[object, int] = {}
         self._reach = self._last = 0
         self._stepping = False
-        self._closing = threading.Lock()
+        self._watched = WATCHED_STEPS
+        """How many more training steps notice their stops."""
+        self._waited = False
+        """Whether this or another job waited since the latest training step, as far as is known."""
+        self._trains, self._began = True, 0.0
+        """Whether the step is one of training, and when it began."""
+        self._closing = threading.RLock()  # a signal's handler may close as well
         self._closed = False
         self.is_the_parents = False
         """Whether it came along when this process was forked, and so is none of this process."""
@@ -96,7 +107,7 @@ class Lease:
     def leave_to_parent(self) -> None:
         """In a forked child: never touch what the parent goes on with."""
         self.is_the_parents = self._closed = True
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._stepping, self._runner = False, None
         self._broker = cast("Broker", _Elsewhere(self.job))
 
@@ -141,34 +152,59 @@ class Lease:
 
     def turn(self, slices: int = 1) -> None:
         """Let another job run, if one waits and this one has had so many slices."""
-        # On an accelerator what was launched runs on while another job launches.
-        least = slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
-        if self._runner is not None and BATON.queue and BATON.held_seconds >= least:
+        if BATON.queue and self._runner is not None and BATON.held_seconds >= self._least_seconds(slices):
             BATON.give(self._runner)
             BATON.take(self._runner)
 
+    def _least_seconds(self, slices: int) -> float:
+        """How long this job keeps its turn at least."""
+        # On an accelerator what was launched runs on while another job launches.
+        return slices * SLICE_SECONDS if self.device.type == "cpu" else 0.0
+
     # --- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, route: Route, rest_bytes: int) -> bool:
+    def begin(self, route: Route, rest_bytes: int, *, trains: bool = True) -> bool:
         """Wait until a step may begin.
 
         Args:
             route: Where it may stop, and what it needs.
             rest_bytes: What the job holds when it has ended.
+            trains: Whether it is a training step; an evaluation batch says nothing about how long those take.
 
         Returns:
             False if there is no such room any more: plan anew, with `plan_bytes`.
         """
         self.turn()
-        verdict = self._broker.begin(self.job, route.claim, rest_bytes)
-        if verdict.refused:
-            return False
-        self._place.at, self._last = 0, len(route.claim) - 1
-        self._reach = verdict.reach or self._wait()
+        claim = route.claim
+        if self._broker.resume(self.job, claim, rest_bytes):
+            self._reach = len(claim)
+        else:
+            verdict = self._broker.begin(self.job, claim, rest_bytes)
+            if verdict.refused:
+                return False
+            self._waited = self._waited or verdict.reach < len(claim)
+            self._reach = verdict.reach or self._wait()
+        self._last = len(claim) - 1
         self._stepping = self._reach > 0
         if self._stepping:
             self.rest_bytes = rest_bytes
+            self._trains, self._began = trains, time.monotonic()
         return self._stepping
+
+    @property
+    def watches(self) -> bool:
+        """Whether the step that begins is to notice its stops: there was a wait lately, or a step that took long.
+
+        One that does not was granted all of itself, and others wait for its end at most.
+        """
+        # On an accelerator threads hand over at every stop.
+        eager = self._runner is not None and self.device.type != "cpu"
+        return eager or self._watched > 0 or self._waited or self._others_waited
+
+    @property
+    def _others_waited(self) -> bool:
+        """Whether another job waits, for memory or its turn, or did so for memory since the latest step."""
+        return self._place.waited or (self._runner is not None and bool(BATON.queue))
 
     def arrive(self, stretch: int, *, wait: bool = True) -> None:
         """Come to the beginning of a stretch; waits until it is granted.
@@ -204,6 +240,11 @@ class Lease:
         """The step is over, or given up."""
         if self._stepping:
             self._stepping = False
+            self._waited = self._waited or self._others_waited
+            if self._trains:
+                watch = self._waited or time.monotonic() - self._began >= LONG_SECONDS
+                self._watched = WATCHED_STEPS if watch else max(0, self._watched - 1)
+                self._waited = False
             self._broker.end(self.job)
 
     def beside(self) -> str:

@@ -31,6 +31,7 @@ class Link:
     Attributes:
         at: The stretch that the step is in, written by the job.
         wanted: Whether another job waits.
+        waited: Whether one waits, or did so since the latest step of this job ended.
 
     Args:
         meeting: Where.
@@ -45,7 +46,9 @@ class Link:
         self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
         self._hello |= {"budget": budget_bytes, "device": device}
         self._budget_bytes = budget_bytes
-        self._changed = threading.Condition()
+        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pending: dict[str, Any] | None = None
         """What was asked and neither answered nor, if the answer was to wait, granted."""
         self._answer: Any = None
@@ -62,7 +65,7 @@ class Link:
         self._rest_bytes = self._least_bytes = 0
         self._claim: Claim | None = None
         self.at = self._reach = 0
-        self.alone = self.wanted = False
+        self.alone = self.wanted = self.waited = False
         self._wanted_at = -CALM_SECONDS
         """When somebody was last heard to begin, or to cease, to wait."""
         self._kept: tuple[int, int] | None = None
@@ -117,20 +120,15 @@ class Link:
 
     def needs_at_least(self, least_bytes: int) -> None:
         """A step of this job needs so much under any plan."""
-        with self._changed:
+        with self._lock:
             self._least_bytes = max(least_bytes, self._least_bytes)
 
-    def begin_alone(self, rest_bytes: int) -> bool:
-        """Begin a step without asking; False if it must be asked for."""
-        with self._changed:
-            self._alone_in_step = self.alone
+    def resume(self, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step without asking: alone, or on what an earlier one was granted; False if it must be asked for."""
+        with self._lock:
             if self.alone:
-                self._rest_bytes = rest_bytes
-            return self.alone
-
-    def begin_kept(self, claim: Claim, rest_bytes: int) -> bool:
-        """Begin a step on what was granted for an earlier one; False if it must be asked for."""
-        with self._changed:
+                self._alone_in_step, self._rest_bytes, self.at = True, rest_bytes, 0
+                return True
             if self._kept is None or claim.peak_bytes > self._kept[0] or rest_bytes > self._kept[1]:
                 return False
             self._claim, self.at, self._reach = claim, 0, len(claim)
@@ -145,7 +143,7 @@ class Link:
 
     def end(self) -> None:
         """The step is over."""
-        with self._changed:
+        with self._lock:
             self._pending = self._granted = None
             if self._alone_in_step:
                 self._alone_in_step = False
@@ -158,6 +156,7 @@ class Link:
             else:
                 self._claim = None
                 self._send({"op": "end"})
+            self.waited = self.wanted
 
     def wait(self) -> int:
         """Wait for what was asked for."""
@@ -188,7 +187,8 @@ class Link:
             with suppress(OSError):
                 os.close(descriptor)
         # From now on these numbers are those of other files, and the name of the file is still the parent's.
-        self._closed, self.alone, self._changed = True, False, threading.Condition()
+        self._closed, self.alone, self._lock = True, False, threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------
@@ -243,6 +243,7 @@ class Link:
                 self.plan = (int(message["plan"][0]), int(message["plan"][1]))
             if "wanted" in message:
                 self.wanted, self._wanted_at = bool(message["wanted"]), time.monotonic()
+                self.waited = self.waited or self.wanted
                 if self.wanted and not self._alone_in_step:
                     self._let_go()
             if "alone" in message:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_mimose.errors import SharedBudgetError
-from lightning_mimose.shared.bank import Verdict
+from lightning_mimose.shared.account import Verdict
 from lightning_mimose.shared.claim import Claim
 from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.reach import ask_once, connect, raise_error
@@ -64,11 +64,13 @@ class RemoteBroker:
         """Ask for all the room there is."""
         return Verdict(*self._links[job].request(op="build"))
 
+    def resume(self, job: str, claim: Claim, rest_bytes: int) -> bool:
+        """Begin a step on what an earlier one was granted, without asking; False if it must be asked for."""
+        return self._links[job].resume(claim, rest_bytes)
+
     def begin(self, job: str, claim: Claim, rest_bytes: int) -> Verdict:
         """Ask for a step."""
         link = self._links[job]
-        if link.begin_alone(rest_bytes) or link.begin_kept(claim, rest_bytes):
-            return Verdict(len(claim), self.budget_bytes)
         verdict = Verdict(*link.request(claim, op="begin", needs=list(claim.needs), rest=rest_bytes))
         if verdict.refused:
             self._wishes.pop(job, None)  # what was said last is not true any more

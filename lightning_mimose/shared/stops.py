@@ -104,13 +104,22 @@ class Stops:
         if place is None:
             return run(args, kwargs)
         forward, backward = place
-        self._arrive(forward)
+        arrive = self._arrive
+        arrive(forward)
         out = run(args, kwargs)
         if backward is not None:
-            node = next((t.grad_fn for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn), None)
+            node = _node(out)
             if node is not None:
-                node.register_prehook(partial(self._backward, backward))
+                node.register_prehook(partial(_before_backward, arrive, backward))
         return out
 
-    def _backward(self, stretch: int, gradients: Any) -> None:
-        self._arrive(stretch)
+
+def _before_backward(arrive: Callable[[int], None], stretch: int, gradients: Any) -> None:
+    """Anything but None would take the gradients' place."""
+    arrive(stretch)
+
+
+def _node(out: Any) -> torch.autograd.graph.Node | None:
+    """The first node of what a call returned: its backward begins there."""
+    leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
+    return next((t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None), None)

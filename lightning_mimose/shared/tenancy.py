@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightning_mimose.actions.session import Session
+from lightning_mimose.advice import StepView
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.shared.dropped import DROPPED
@@ -30,6 +31,8 @@ class Tenancy:
         self._advisor, self._session = advisor, session
         self._on_cpu = lease.device.type == "cpu"
         self._arrive = lease.arrive if self._on_cpu else self._arrive_on_accelerator  # called at every stop
+        self._view: StepView | None = None
+        """What the step that was allowed looks like: it is the one that begins next."""
         self._batch_bytes = 0
         self._backward = False
         self._again: tuple[Step, int] | None = None
@@ -53,7 +56,7 @@ class Tenancy:
 
     def allow(self, size: BatchSize, resident: Resident) -> None:
         """Let the next step be planned with what the job may have now."""
-        view = self._advisor.step_view(size, resident)
+        view = self._view = self._advisor.step_view(size, resident)
         if view is None or not view.trusted:
             self._advisor.budget_bytes = self._room()
         else:
@@ -88,7 +91,7 @@ class Tenancy:
         if not self._lease.begin(route, rest):
             return False
         self._lease.parts[self._part] = rest - self._aside
-        self._session.stops = Stops(route, self._arrive) if route.places else None
+        self._session.stops = Stops(route, self._arrive) if route.places and self._lease.watches else None
         return True
 
     def begin_evaluation(self, peak_bytes: int | None) -> None:
@@ -98,22 +101,22 @@ class Tenancy:
             peak_bytes: What it takes, resident memory included; None where that is not known: it claims all.
         """
         claim = None if peak_bytes is None else peak_bytes + self._aside
-        while claim is None or not self._lease.begin(Route.whole(claim), min(self._lease.rest_bytes, claim)):
+        rest = self._lease.rest_bytes
+        while claim is None or not self._lease.begin(Route.whole(claim), min(rest, claim), trains=False):
             claim = self._lease.room_bytes()
 
     def _route(self, step: Step) -> Route:
         allowed, aside, session = self._advisor.budget_bytes, self._aside, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
-        if step.sheltered or step.retried or beside or self._lease.alone:
+        view = self._view
+        if view is None or step.sheltered or step.retried or beside or self._lease.alone:
             return Route.whole(allowed + aside)
-        view = self._advisor.step_view(step.size, step.resident)
-        if view is None:
-            return Route.whole(allowed + aside)
-        key = (frozenset(step.actions.items()), allowed, aside)
-        if key not in view.routes:
+        key = (*step.actions.items(), allowed, aside)
+        route: Route | None = view.routes.get(key)
+        if route is None:
             margin = max(0, min(view.margin_bytes, allowed - (step.advice.predicted_peak_bytes or allowed)))
-            view.routes[key] = route_of(view.structure, view.timeline, step.actions, margin + aside, allowed + aside)
-        route: Route = view.routes[key]
+            route = route_of(view.structure, view.timeline, step.actions, margin + aside, allowed + aside)
+            view.routes[key] = route
         return route
 
     def _arrive_on_accelerator(self, stretch: int) -> None:

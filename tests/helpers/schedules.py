@@ -96,7 +96,9 @@ def _move(bank: Bank, training: Training, lot: random.Random, now: float) -> Non
         claim = Claim.of(training.needs)
         if training.kept:  # what an earlier step was granted
             training.kept = False
-            if not bank.waiting and bank.covers(training.name, claim, training.rest_bytes):
+            granted = bank.whole_step(training.name)
+            covered = granted is not None and claim.peak_bytes <= granted[0] and training.rest_bytes <= granted[1]
+            if not bank.waiting and covered:
                 bank.replace(training.name, claim, now)
                 _grant(training, len(claim))
                 return
@@ -112,7 +114,7 @@ def _move(bank: Bank, training: Training, lot: random.Random, now: float) -> Non
     elif training.at + 1 == len(training.needs):
         training.stepping, training.at, training.reach = False, 0, 0
         training.steps -= 1
-        training.kept = training.steps > 0 and not bank.waiting and bank.has_whole_step(training.name)
+        training.kept = training.steps > 0 and not bank.waiting and bank.whole_step(training.name) is not None
         if not training.kept:
             bank.end(training.name, now)
         if not training.steps:
