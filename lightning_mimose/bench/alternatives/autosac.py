@@ -32,8 +32,8 @@ from lightning_mimose.units import find_units
 
 SHIM = (
     "It times operations with CUDA events; here those calls are replaced by a clock (a shim of ours), and its plan is "
-    "its own. It plans for the largest batch only, and knows nothing of the optimizer's state: that is taken off its "
-    "budget."
+    "its own, but dropout's masks are always drawn again. It plans for the largest batch only, and knows nothing of "
+    "the optimizer's state: that is taken off its budget."
 )
 
 
@@ -180,12 +180,14 @@ def _contexts(policy: Sequence[int]) -> tuple[Any, Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = counts[context.is_recompute]
         counts[context.is_recompute] += 1
+        # Kept, what is written in place would be found as the last write left it, and its plans were seen to keep one
+        # write and not the next. Dropout's mask on a CPU is made so: all of them are drawn again.
+        if operation._schema.is_mutable or operation.name().startswith("aten::empty"):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         keeps = index < len(policy) and policy[index]
         return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    # Its plans keep what writes in place together with what it writes over (dropout's mask, divided in place): each is
-    # then found as the last of them left it.
-    found: tuple[Any, Any] = create_selective_checkpoint_contexts(decide, allow_cache_entry_mutation=True)
+    found: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)
     return found
 
 
