@@ -75,13 +75,15 @@ class Advisor(Forecast):
             resident: What is resident, the batch included.
             batch_bytes: The batch's part of it, which does not identify a plan.
         """
-        lasting, gradients, zeroes, update = resident
-        self.resident = Resident(lasting - batch_bytes, gradients, zeroes, update - batch_bytes)
-        self.estimator.resident_bytes = lasting - batch_bytes + gradients
+        self.resident = Resident(
+            resident.lasting_bytes - batch_bytes,
+            resident.old_gradient_bytes,
+            resident.zeroes_gradients,
+            resident.update_bytes - batch_bytes,
+        )
+        self.estimator.resident_bytes = self.resident.total_bytes
         planned = size.rounded_up()
         plan = self.planner.cache.get(self._key(planned), self.budget_bytes)
-        if plan is not None and planned is size:
-            return Advice(plan, plan.predicted_peak_bytes, True)
         if plan is None and planned is not size:
             plan, planned = self.planner.cache.get(self._key(size), self.budget_bytes), size
         hit, infeasible = plan is not None, False

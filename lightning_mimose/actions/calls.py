@@ -90,7 +90,7 @@ class _Calls:
             flat = flattened(args, kwargs)
             if self._can_be_repeated(flat[0], args, kwargs):
                 if action in SPLITS:
-                    return self._split(CHUNKS[SPLITS.index(action)], args, kwargs)
+                    return self._split(CHUNKS[SPLITS.index(action)], flat, args, kwargs)
                 return self._recomputed(flat, args, kwargs, lean=action == RECOMPUTE_LEAN)
         return self._kept(args, kwargs)
 
@@ -154,8 +154,8 @@ class _Calls:
         self._session.divisible.discard(self._name)
         self._session.indivisible[self._name] = reason
 
-    def _split(self, chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session, flat = self._session, flattened(args, kwargs)
+    def _split(self, chunks: int, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
         # Arguments may have another form than those that were tried (a mask, where there was none), or the unit
         # another mode: to run it both ways now takes less memory than to recompute it as a whole.
         seam = self._try_splitting(args, kwargs)

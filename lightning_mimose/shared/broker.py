@@ -116,9 +116,8 @@ class LocalBroker:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._counter = Counter(budget_bytes)
-        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        # Its lock lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._changed = threading.Condition()
         self._steps: dict[str, _Step] = {}
 
     def join(self, job: str, weight: float) -> None:
@@ -156,7 +155,7 @@ class LocalBroker:
 
     def resume(self, job: str, claim: Claim, rest_bytes: int) -> bool:
         """Begin a step on what an earlier one was granted, without asking; False if it must be asked for."""
-        with self._lock:
+        with self._changed:
             step = self._steps[job]
             kept = step.kept
             if kept is None or claim.peak_bytes > kept[0] or rest_bytes > kept[1]:
@@ -196,7 +195,7 @@ class LocalBroker:
 
     def end(self, job: str) -> None:
         """The step is over."""
-        with self._lock:
+        with self._changed:
             step = self._steps.get(job)
             if step is None:
                 return

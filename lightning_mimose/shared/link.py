@@ -46,9 +46,8 @@ class Link:
         self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
         self._hello |= {"budget": budget_bytes, "device": device}
         self._budget_bytes = budget_bytes
-        # Lets the same thread through again: a signal's handler may report or close in the midst of anything.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        # Its lock lets the same thread through again: a signal's handler may report or close in the midst of anything.
+        self._changed = threading.Condition()
         self._pending: dict[str, Any] | None = None
         """What was asked and neither answered nor, if the answer was to wait, granted."""
         self._answer: Any = None
@@ -120,12 +119,12 @@ class Link:
 
     def needs_at_least(self, least_bytes: int) -> None:
         """A step of this job needs so much under any plan."""
-        with self._lock:
+        with self._changed:
             self._least_bytes = max(least_bytes, self._least_bytes)
 
     def resume(self, claim: Claim, rest_bytes: int) -> bool:
         """Begin a step without asking: alone, or on what an earlier one was granted; False if it must be asked for."""
-        with self._lock:
+        with self._changed:
             if self.alone:
                 self._alone_in_step, self._rest_bytes, self.at = True, rest_bytes, 0
                 return True
@@ -143,7 +142,7 @@ class Link:
 
     def end(self) -> None:
         """The step is over."""
-        with self._lock:
+        with self._changed:
             self._pending = self._granted = None
             if self._alone_in_step:
                 self._alone_in_step = False
@@ -187,8 +186,7 @@ class Link:
             with suppress(OSError):
                 os.close(descriptor)
         # From now on these numbers are those of other files, and the name of the file is still the parent's.
-        self._closed, self.alone, self._lock = True, False, threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._closed, self.alone, self._changed = True, False, threading.Condition()
         self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------

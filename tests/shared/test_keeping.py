@@ -457,7 +457,7 @@ def test_whoever_waits_for_its_turn_counts_as_well(now):
 def test_a_signals_handler_may_ask_and_close_in_the_midst_of_anything(name, where):
     each = LocalBroker(1000) if where == "threads" else broker(name)
     lease = lease_of(each, "a")
-    locks = [lease._closing, each._lock if where == "threads" else each._links["a"]._lock]
+    locks = [lease._closing, each._changed if where == "threads" else each._links["a"]._changed]
 
     def handler():  # as one that interrupts this thread while it holds a lock
         for lock in locks:
