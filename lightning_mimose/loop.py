@@ -67,6 +67,9 @@ class Mimose:
     ) -> None:
         self._model: nn.Module | None = model
         self._optimizer = optimizer
+        self._optimized = -1
+        self._others: list[nn.Parameter] = []
+        """Parameters of the model that the optimizer, of so many parameters, does not have."""
         self._loss_fn = loss_fn or own_loss
         self._history = History()
         self._engine: Engine | None = Engine(
@@ -126,9 +129,7 @@ class Mimose:
         def once() -> torch.Tensor:
             engine.begin_forward()
             loss = loss_fn(model, batch)
-            model.zero_grad(set_to_none=True)
-            if optimizer is not None:  # it may hold parameters of the loss that the model does not
-                optimizer.zero_grad(set_to_none=True)
+            self._zero_gradients(model, optimizer)
             engine.begin_backward(loss)
             loss.backward()
             return loss.detach()
@@ -146,6 +147,19 @@ class Mimose:
         if record is not None:
             self._history.add(record)
         return loss
+
+    def _zero_gradients(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Those of the optimizer, which may hold parameters of the loss, and of what else the model has."""
+        optimized = 0
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+            optimized = sum([len(group["params"]) for group in optimizer.param_groups])
+        if optimized != self._optimized:  # the model's own `zero_grad` would walk through all its modules every time
+            groups = [] if optimizer is None else optimizer.param_groups
+            known = {id(parameter) for group in groups for parameter in group["params"]}
+            self._optimized, self._others = optimized, [p for p in model.parameters() if id(p) not in known]
+        for parameter in self._others:
+            parameter.grad = None
 
     def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
         """The plan that a batch (or named dimensions) would get, under this budget or another one in bytes."""
@@ -166,6 +180,7 @@ class Mimose:
         if self._engine is not None:
             self._engine.detach()
         self._engine = self._model = self._optimizer = self._attempts = None
+        self._others.clear()
 
     def __enter__(self) -> Mimose:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -404,6 +405,28 @@ def test_every_planner_keeps_the_budget(planner: str) -> None:
     optimizer = adam(model)
     with Mimose(model, budget=budget, optimizer=optimizer, planner=planner) as mimose:  # type: ignore[arg-type]
         assert max(metered(mimose, model, optimizer, batch) for batch in batches) <= budget
+
+
+def test_gradients_of_everything_are_zeroed_whoever_updates_it() -> None:
+    """Parameters that no optimizer has, some of which it is given in the middle of the training."""
+    torch.manual_seed(0)
+    model, twin = TinyText(dropout=0.0), TinyText(dropout=0.0)
+    first, *rest = model.parameters()
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    batch = text_batch(4, 16, 0)
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=model_loss) as mimose:
+        for step in range(4):
+            before = copy.deepcopy(model.state_dict())
+            if step == 2:
+                optimizer.add_param_group({"params": [rest[0]]})
+            mimose.step(batch)
+            found = [parameter.grad for parameter in model.parameters()]
+            twin.load_state_dict(before)
+            twin.zero_grad()
+            model_loss(twin, batch).backward()
+            for gradient, parameter in zip(found, twin.parameters(), strict=True):
+                assert (gradient is None) == (parameter.grad is None)
+                assert gradient is None or torch.equal(gradient, parameter.grad)
 
 
 def test_named_units_are_the_only_ones_planned() -> None:

@@ -169,6 +169,8 @@ class Clock:
             ):
                 replace(MimoseCallback, name, self.mine(getattr(MimoseCallback, name)))
             replace(History, "add", self.mine(History.add))
+            replace(Mimose, "_zero_gradients", self.mine(Mimose._zero_gradients))
+            replace(torch.optim.SGD, "zero_grad", self.theirs(torch.optim.SGD.zero_grad))
             run = self.mine(Attempts.run)
             replace(Attempts, "run", lambda attempts, once: run(attempts, self.theirs(once)))
             yield
