@@ -22,7 +22,7 @@ class Constants(TorchFunctionMode):
         masked: While attention runs that masks its scores, by what.
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
-            written under `no_grad`, through `detach()` or a view, or handed out by `.data`.
+            written under `no_grad`, through `detach()` or a view, handed out by `.data`, or replaced by way of it.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,12 @@ class Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hands_out = False
-        if getattr(func, "__name__", "") == "__get__":
-            hands_out = func == _DATA
+        if getattr(func, "__name__", "") in _ACCESSES:
+            hands_out = func in _DATA
             if not hands_out:
-                return func(*args, **kwargs)  # shapes, dtypes and the like, the greater part of all calls
+                # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of an
+                # in-place operation on a view, and would wait for itself if it was asked for that view's `grad_fn` there.
+                return func(*args, **kwargs)
         before = []
         for tensor in _tensors(args, kwargs):
             if tensor.is_leaf:
@@ -133,7 +135,8 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 Place = tuple[Any, int]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_ACCESSES = {"__get__", "__set__"}
+_DATA = {torch.Tensor.data.__get__, torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 _DROPOUTS: dict[Any, tuple[str, int, float]] = {
     functional.dropout: ("p", 1, 0.5),
     torch.dropout: ("p", 1, 0.5),

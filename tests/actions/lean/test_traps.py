@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,7 @@ HIDDEN: list[Change] = [
     quietly(lambda y: y.clamp_(max=0.1)),
     lambda y: y.detach().clamp_(max=0.1),
     lambda y: y.data.clamp_(max=0.1),
+    lambda y: setattr(y, "data", y.data.clamp(max=0.1)),
     quietly(lambda y: y[:4].zero_()),
     quietly(lambda y: torch._foreach_clamp_max_([y], 0.1)),
     quietly(lambda y: torch.mul(y, 2, out=y)),
@@ -311,6 +314,36 @@ def test_a_mask_that_is_saved_changed_and_saved_again() -> None:
         return x.masked_fill(mask, 0.0) * w
 
     assert_same(function, matrix(64, 64), matrix(64, 64))
+
+
+class InPlace(torch.autograd.Function):
+    """Writes over what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """ReLU."""
+        ctx.mark_dirty(x.relu_())
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """Where it is positive."""
+        (out,) = ctx.saved_tensors
+        return gradient * (out > 0)
+
+
+def test_a_function_of_the_users_own_writes_a_view() -> None:
+    """In the midst of it autograd holds a lock that asking for the view's node would wait for."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return InPlace.apply(functional.linear(x, w).view(3, 11, 47)) * 2
+
+    faulthandler.dump_traceback_later(60, exit=True)  # Python does not come to anything else meanwhile
+    try:
+        assert_same(function, matrix(), matrix(47))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_another_tensor_in_the_same_memory_is_not_taken_for_the_first() -> None:
