@@ -62,8 +62,8 @@ class Constants(TorchFunctionMode):
         if getattr(func, "__name__", "") in _ACCESSES:
             hands_out = func in _DATA
             if not hands_out:
-                # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of an
-                # in-place operation on a view, and would wait for itself if it was asked for that view's `grad_fn` there.
+                # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of
+                # an in-place function on a view, and would wait for itself if asked for that view's `grad_fn` there.
                 return func(*args, **kwargs)
         before = []
         for tensor in _tensors(args, kwargs):
