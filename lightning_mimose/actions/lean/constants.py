@@ -20,7 +20,8 @@ class Constants(TorchFunctionMode):
         seen: Node -> the numbers, by name.
         dropout: While a dropout runs, the probability that it was called with.
         masked: While attention runs that masks its scores, by what.
-        versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations.
+        versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations, also
+            those within a function that made it.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, handed out by `.data`, or replaced by way of it.
     """
@@ -65,8 +66,8 @@ class Constants(TorchFunctionMode):
                 # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of
                 # an in-place function on a view, and would wait for itself if asked for that view's `grad_fn` there.
                 return func(*args, **kwargs)
-        before = []
-        for tensor in _tensors(args, kwargs):
+        before, tensors = [], _tensors(args, kwargs)
+        for tensor in tensors:
             if tensor.is_leaf:
                 continue
             base = base_of(tensor)
@@ -90,7 +91,15 @@ class Constants(TorchFunctionMode):
                 # What was no more the result of its own node is none of the next one's.
                 if (node, base.output_nr) in self.changed:
                     self.changed.add((base.grad_fn, base.output_nr))
+        if isinstance(out, torch.Tensor) and out._version:
+            self._made_in_place(out, tensors)
         return out
+
+    def _made_in_place(self, out: torch.Tensor, given: list[torch.Tensor]) -> None:
+        """A function made a tensor and wrote on it, as `linear` adds a bias to what is not contiguous."""
+        base = base_of(out)
+        if base.grad_fn is not None and not any(base is base_of(tensor) for tensor in given):
+            self.versions[base.grad_fn, base.output_nr] = base._version
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, position, default = _DROPOUTS[func]

@@ -316,6 +316,25 @@ def test_a_mask_that_is_saved_changed_and_saved_again() -> None:
     assert_same(function, matrix(64, 64), matrix(64, 64))
 
 
+def test_what_a_function_wrote_on_its_own_result_is_no_change() -> None:
+    """`linear` adds the bias in place where its input is not contiguous; whoever writes it afterwards is seen."""
+
+    def function(change: Change, watch: Function, x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        y = functional.linear(x.view(3, 11, 47).transpose(1, 2), w, bias)
+        change(y)
+        return watch(y).sin()
+
+    inputs = matrix(), matrix(33, 11), torch.randn(33, requires_grad=True)
+    first = Pass(partial(function, lambda y: y), inputs, EVERYTHING)
+    assert {"AddBackward0", "MmBackward0"} <= first.names
+    assert first.alive == [False]
+    assert same_bits(first.bits, Pass(partial(function, lambda y: y), inputs, None).bits)
+    for change in HIDDEN:
+        again = Pass(partial(function, change), inputs, EVERYTHING, sites=first.sites)
+        assert again.alive == [True]
+        assert same_bits(again.bits, Pass(partial(function, change), inputs, None).bits)
+
+
 class InPlace(torch.autograd.Function):
     """Writes over what it is given."""
 
