@@ -5,6 +5,7 @@
     ├── BudgetInfeasibleError    no plan keeps this batch inside the budget
     ├── UnitsError               unit patterns that match nothing, or a model with nothing to plan
     ├── SizeError                a batch without tensors, or whose structure changed between batches
+    ├── LossError                a loss function that returns no loss, in a plain loop
     ├── PlanError                a forced plan that names unknown units, actions, or nested units
     ├── RecomputeError           a unit that cannot be repeated, in a step that cannot be run again
     ├── SharedBudgetError        a shared budget that cannot be joined: it contradicts itself, or its name is taken
@@ -53,6 +54,10 @@ class UnitsError(MimoseError, ValueError):
 
 class SizeError(MimoseError, TypeError):
     """A batch without tensors, a `size_fn` that returns no sizes, or sizes that changed type between batches."""
+
+
+class LossError(MimoseError, TypeError):
+    """What a plain loop's loss function returned is no tensor of one number with gradients."""
 
 
 class PlanError(MimoseError, ValueError):

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
+from lightning_mimose.errors import LossError
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
+from lightning_mimose.settings import check_choice, check_loss, check_optimizer
 from lightning_mimose.shared.budget import AnyBudget
 
 
@@ -65,6 +67,10 @@ class Mimose:
         on_oom: Literal["retry", "raise"] = "retry",
         host_budget: str | int | float | None = None,
     ) -> None:
+        check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
+        check_choice("on_oom", on_oom, ("retry", "raise"))
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         self._model: nn.Module | None = model
         self._optimizer = optimizer
         self._optimized = -1
@@ -120,6 +126,7 @@ class Mimose:
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget. No update was made.
             DeviceMemoryError: The device is out of memory under the most saving plan. No update was made.
+            LossError: `loss_fn` returned no loss. No update was made.
         """
         engine, model, attempts = self._engine, self._model, self._attempts
         if engine is None or model is None or attempts is None:
@@ -128,7 +135,7 @@ class Mimose:
 
         def once() -> torch.Tensor:
             engine.begin_forward()
-            loss = loss_fn(model, batch)
+            loss = check_loss(loss_fn(model, batch))
             self._zero_gradients(model, optimizer)
             engine.begin_backward(loss)
             loss.backward()
@@ -195,7 +202,7 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss that a model returns for a batch: a mapping goes in by keyword, a sequence by position.
 
     Raises:
-        TypeError: What it returned holds no scalar loss.
+        LossError: What it returned holds no scalar loss.
     """
     if isinstance(batch, Mapping):
         out = model(**batch)
@@ -207,7 +214,7 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if loss is None:
         loss = out[0] if isinstance(out, (tuple, list)) else out["loss"] if isinstance(out, Mapping) else out
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise TypeError(
+        raise LossError(
             f"The model returned a {type(out).__name__} without a scalar loss. Pass loss_fn=lambda model, batch: ... "
             "that returns one."
         )

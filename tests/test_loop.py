@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from lightning_mimose import BudgetInfeasibleError, Mimose
-from lightning_mimose.errors import BudgetError, MimoseError, PlanError, SizeError, UnitsError, UnsupportedError
+from lightning_mimose.errors import (
+    BudgetError,
+    LossError,
+    MimoseError,
+    PlanError,
+    SizeError,
+    UnitsError,
+    UnsupportedError,
+)
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.counting import flops
 from tests.helpers.hub import HUB, bert, classified_text, gpt2, pixels, resnet
@@ -329,7 +337,11 @@ def test_the_smallest_feasible_budget_works(name: str) -> None:
         ({"units": ["nothing.like.this"]}, UnitsError),
         ({"actions": ["teleport"]}, UnsupportedError),
         ({"actions": []}, UnsupportedError),
+        ({"actions": "lean"}, UnsupportedError),
         ({"planner": "oracle"}, ValueError),
+        ({"on_infeasible": "ignore"}, MimoseError),
+        ({"on_oom": "retyr"}, MimoseError),
+        ({"optimizer": []}, MimoseError),
     ],
 )
 def test_bad_arguments_are_typed_errors(keywords: dict[str, Any], error: type[Exception]) -> None:
@@ -338,6 +350,42 @@ def test_bad_arguments_are_typed_errors(keywords: dict[str, Any], error: type[Ex
     with pytest.raises(error):
         Mimose(model, **({"budget": "1GB"} | keywords))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda model, batch: {"loss": model(**batch).loss}, "returned a dict"),
+        (lambda model, batch: model(**batch).loss.item(), "returned a float"),
+        (lambda model, batch: None, "returned a NoneType"),
+        (lambda model, batch: model.embed(batch["input_ids"]), "of shape"),
+        (torch.no_grad()(model_loss), "without gradients"),
+    ],
+)
+def test_what_is_no_loss_is_a_loss_error(loss_fn: Loss, said: str) -> None:
+    """Before anything is updated; the next step is as if nothing had happened."""
+    model = TinyText()
+    before = copy.deepcopy(model.state_dict())
+    wrong = [True, False]
+    with Mimose(
+        model,
+        budget="1GB",
+        optimizer=adam(model),
+        loss_fn=lambda module, batch: (loss_fn if wrong.pop(0) else model_loss)(module, batch),
+    ) as mimose:
+        with pytest.raises(LossError, match=said):
+            mimose.step(text_batch(4, 16, 0))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        mimose.step(text_batch(4, 16, 0))
+
+
+def test_the_optimizer_of_another_model_is_noticed() -> None:
+    """It trains nothing here."""
+    with (
+        pytest.warns(UserWarning, match="will not be trained"),
+        Mimose(TinyText(), budget="1GB", optimizer=adam(TinyText())),
+    ):
+        pass
 
 
 def test_a_batch_without_tensors_is_a_size_error() -> None:

@@ -31,6 +31,8 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
     """
     if actions is None:
         actions = list(_DEFAULT)
+    if isinstance(actions, str):
+        raise UnsupportedError(f"actions={actions!r} was asked for; it is a list, as actions=[{actions!r}].")
     unknown = [name for name in actions if name not in _MENU]
     if unknown or not actions:
         raise UnsupportedError(

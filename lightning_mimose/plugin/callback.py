@@ -34,6 +34,7 @@ from lightning_mimose.plugin.support import (
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
+from lightning_mimose.settings import check_choice
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 
 if TYPE_CHECKING:
@@ -93,12 +94,8 @@ class MimoseCallback(Callback):
         if host_budget is not None:
             parse_budget(host_budget)
         check_actions(actions)
-        for name, value, allowed in (
-            ("on_infeasible", on_infeasible, ("raise", "warn")),
-            ("on_oom", on_oom, ("retry", "raise")),
-        ):
-            if value not in allowed:
-                raise MimoseError(f"{name}={value!r} was asked for; it is one of {', '.join(map(repr, allowed))}.")
+        check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
+        check_choice("on_oom", on_oom, ("retry", "raise"))
         if not callable(planner) and planner not in ("auto", "exact", "greedy"):
             raise MimoseError(
                 f"planner={planner!r} was asked for; it is 'auto', 'exact', 'greedy', or a callable "

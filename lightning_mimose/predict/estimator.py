@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lightning_mimose.predict.features import Basis, bases
+from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
 from lightning_mimose.predict.structure import CallShape, LeanShape, LooseShape, Position, Structure
 
 GOOD_ERROR = 0.005
@@ -65,11 +65,14 @@ class _Fit:
     low: Mapping[str, int]
     high: Mapping[str, int]
     doubtful: frozenset[str]
+    relations: tuple[Relation, ...]
 
     def covers(self, dims: Mapping[str, int]) -> bool:
-        """Whether all that differs from what the fit has seen is a dimension that varied there."""
-        return self.low.keys() == dims.keys() and all(
-            self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items()
+        """Whether all that differs from what the fit has seen is a dimension that varied there, in the same way."""
+        return (
+            self.low.keys() == dims.keys()
+            and all(self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items())
+            and all(relation.holds(dims) for relation in self.relations)
         )
 
 
@@ -280,6 +283,7 @@ def _best_fit(
         {name: min(size[name] for size in sizes) for name in names},
         {name: max(size[name] for size in sizes) for name in names},
         _doubtful(best, values, truth, structure, resident_bytes),
+        varying_dims(sizes)[1],
     )
 
 

@@ -19,6 +19,9 @@ _FINEST = (4, 2, 16, 24, 28, 32, 48, 56)
 """Pyramids of images halve their sides level by level and round up, or pad to whole windows: side multiples of the
 finest level (a stride, or patch times window) and of its doubles describe them."""
 
+EXACT = 1e-9
+"""How far from a line, as a share of the largest, sizes may lie for the sake of arithmetic."""
+
 Monomial = tuple[int, ...]
 """Exponent of each varying dimension."""
 
@@ -28,7 +31,7 @@ class Basis:
     """A set of monomials over some dimensions, each of which may see the dimensions rounded up.
 
     Attributes:
-        dims: Names of the dimensions that vary, one of each group that always was equal.
+        dims: Names of the dimensions that vary and do not follow from others.
         monomials: Exponents, one tuple per feature; the constant comes first.
         granules: For each feature the multiple that the dimensions (all but the batch) are rounded up to.
         scales: Largest value of each dimension, so that features stay near one.
@@ -61,24 +64,72 @@ class Basis:
         return result
 
 
-def varying_dims(sizes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
-    """The dimensions with more than one value; of those that are equal in every size, the first.
+@dataclass(frozen=True)
+class Relation:
+    """How a dimension follows from others, in all sizes that were seen: tokens that have a mask, edges of grid graphs.
+
+    Attributes:
+        name: The dimension.
+        others: Those it follows from.
+        coefficients: The constant, and the factor of each of them.
+    """
+
+    name: str
+    others: tuple[str, ...]
+    coefficients: tuple[float, ...]
+
+    def holds(self, dims: Mapping[str, int]) -> bool:
+        """Whether it does so in a size, too."""
+        constant, *factors = self.coefficients
+        follows = constant + sum(factor * dims[other] for factor, other in zip(factors, self.others, strict=True))
+        return abs(follows - dims[self.name]) < 0.5
+
+
+def varying_dims(sizes: Sequence[Mapping[str, int]]) -> tuple[tuple[str, ...], tuple[Relation, ...]]:
+    """The dimensions with more than one value, and those among them that follow from the ones before.
+
+    A polynomial in all of them is one in the first. Nothing follows from the batch but what is equal to it: bytes are
+    the batch times a polynomial of the rest, whose degree would rise.
 
     Example:
-        >>> varying_dims([{"batch": 8, "x:1": 5, "mask:1": 5}, {"batch": 8, "x:1": 7, "mask:1": 7}])
-        ('x:1',)
+        >>> dims, relations = varying_dims([{"batch": 8, "x:1": n, "mask:1": n, "y:1": 2 * n + 1} for n in (5, 7, 8)])
+        >>> dims, [relation.name for relation in relations]
+        (('x:1',), ['mask:1', 'y:1'])
     """
-    columns: dict[tuple[int, ...], str] = {}
+    kept: dict[str, NDArray[np.float64]] = {}
+    relations = []
     for name in sizes[0]:
-        values = tuple(size[name] for size in sizes)
-        if len(set(values)) > 1:
-            columns.setdefault(values, name)
-    return tuple(columns.values())
+        values = np.array([size[name] for size in sizes], dtype=np.float64)
+        if (values == values[0]).all():
+            continue
+        relation = _relation(name, values, kept)
+        if relation is None:
+            kept[name] = values
+        else:
+            relations.append(relation)
+    return tuple(kept), tuple(relations)
+
+
+def _relation(name: str, values: NDArray[np.float64], kept: Mapping[str, NDArray[np.float64]]) -> Relation | None:
+    equal = next((other for other, column in kept.items() if (column == values).all()), None)
+    if equal is not None:
+        return Relation(name, (equal,), (0.0, 1.0))
+    others = tuple(other for other in kept if other != "batch")
+    if name == "batch":
+        return None
+    for among in (*((other,) for other in others), others):
+        if len(values) < len(among) + 2:  # so few always lie on a plane
+            continue
+        design = np.stack([np.ones(len(values)), *(kept[other] for other in among)], axis=1)
+        coefficients = np.linalg.lstsq(design, values, rcond=None)[0]
+        if np.abs(design @ coefficients - values).max() < EXACT * values.max():
+            return Relation(name, among, tuple(coefficients.tolist()))
+    return None
 
 
 def bases(sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     """Candidate bases for some sizes, simplest first."""
-    dims = varying_dims(sizes)
+    dims, _ = varying_dims(sizes)
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
     batch = dims.index("batch") if "batch" in dims else None
     others = [i for i in range(len(dims)) if i != batch]

@@ -128,6 +128,24 @@ def test_one_varying_dimension_is_trusted_after_six_sizes(lengths: tuple[int, ..
     assert first_trusted(text(*lengths), law(), text(asked)[0]) <= 6
 
 
+@pytest.mark.parametrize("follows", [lambda n: n, lambda n: 2 * n + 1, lambda n: 700 - n])
+def test_dimensions_that_follow_from_others_cost_no_more_sizes(follows: Callable[[int], int]) -> None:
+    """As long as they do: another size is none of those that were learnt from, until some of its kind were."""
+
+    columns = np.random.default_rng(5).integers(1, 1000, (3, structure().columns)).astype(np.float64)
+
+    def both(size: Size) -> NDArray[np.float64]:
+        n, m = size["x:1"], size["y:1"]
+        found: NDArray[np.float64] = 8 * np.array([n, m, n * m]) @ columns
+        return found
+
+    sizes = [{"batch": 8, "x:1": n, "y:1": follows(n)} for n in (40, 72, 24, 56, 64, 33)]
+    assert first_trusted(sizes, both, {"batch": 8, "x:1": 50, "y:1": follows(50)}) <= 6
+    off = [{"batch": 8, "x:1": n, "y:1": follows(n) + more} for n, more in ((50, 9), (30, 20), (66, 5), (44, 31))]
+    assert first_trusted(sizes, both, off[0]) == 99
+    assert first_trusted([*sizes, *off[1:]], both, off[0]) <= 9
+
+
 def test_two_varying_dimensions_are_trusted_after_ten_sizes() -> None:
     """Batch and length, both random; with a part that does not scale with the batch."""
     generator = np.random.default_rng(3)

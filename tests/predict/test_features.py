@@ -15,18 +15,38 @@ Size = dict[str, int]
 def test_dimensions_that_are_always_equal_count_once() -> None:
     """The first of them stands for the others."""
     sizes = [{"batch": 8, "ids:1": n, "mask:1": n, "labels:1": n} for n in (5, 7, 9)]
-    assert varying_dims(sizes) == ("ids:1",)
+    dims, relations = varying_dims(sizes)
+    assert dims == ("ids:1",)
+    assert [relation.name for relation in relations] == ["mask:1", "labels:1"]
+    assert all(relation.holds({"batch": 8, "ids:1": 4, "mask:1": 4, "labels:1": 4}) for relation in relations)
+    assert not any(relation.holds({"batch": 8, "ids:1": 4, "mask:1": 5, "labels:1": 3}) for relation in relations)
 
 
 def test_dimensions_that_differ_once_are_told_apart() -> None:
     """Encoder and decoder lengths."""
     sizes = [{"batch": 8, "ids:1": n, "labels:1": m} for n, m in ((5, 5), (7, 7), (7, 9))]
-    assert varying_dims(sizes) == ("ids:1", "labels:1")
+    assert varying_dims(sizes) == (("ids:1", "labels:1"), ())
+
+
+@pytest.mark.parametrize("law", [lambda n, m: 2 * n + 1, lambda n, m: n // 8, lambda n, m: n + m, lambda n, m: m - 3])
+def test_dimensions_that_follow_from_others_are_left_out(law: Callable[[int, int], int]) -> None:
+    """Edges of a grid, frames of a signal, a prompt with its answer: wherever it holds."""
+    pairs = ((8, 9), (16, 5), (24, 7), (40, 31), (56, 6))
+    (dims, (relation,)) = varying_dims([{"batch": 8, "x": n, "y": m, "z": law(n, m)} for n, m in pairs])
+    assert (dims, relation.name) == (("x", "y"), "z")
+    assert relation.holds({"batch": 8, "x": 80, "y": 13, "z": law(80, 13)})
+    assert not relation.holds({"batch": 8, "x": 80, "y": 13, "z": law(80, 13) + 1})
+
+
+def test_nothing_follows_from_the_batch_or_from_too_few_sizes() -> None:
+    """Bytes that go with both would be a square; and two sizes always lie on a line."""
+    assert varying_dims([{"batch": n, "x:1": 2 * n} for n in (4, 6, 9)]) == (("batch", "x:1"), ())
+    assert varying_dims([{"x:1": n, "y:1": m} for n, m in ((4, 6), (8, 3))]) == (("x:1", "y:1"), ())
 
 
 def test_constant_dimensions_are_left_out() -> None:
     """Channels, and the batch if it never varies."""
-    assert varying_dims([{"batch": 8, "x:1": 3, "x:2": n} for n in (16, 24)]) == ("x:2",)
+    assert varying_dims([{"batch": 8, "x:1": 3, "x:2": n} for n in (16, 24)]) == (("x:2",), ())
 
 
 def test_nothing_varies() -> None:

@@ -1,0 +1,69 @@
+"""What both doors are asked for, checked before anything is touched."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mimose.errors import LossError, MimoseError
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Check an argument that is one of a few names.
+
+    Raises:
+        MimoseError: It is none of them.
+
+    Example:
+        >>> check_choice("on_oom", "retry", ("retry", "raise"))
+    """
+    if value not in allowed:
+        raise MimoseError(f"{name}={value!r} was asked for; it is one of {', '.join(map(repr, allowed))}.")
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Check what is to update a model.
+
+    Raises:
+        MimoseError: It is no optimizer.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise MimoseError(
+            f"optimizer is a {type(optimizer).__name__}; it is one torch.optim.Optimizer. To step several, leave it "
+            "out and step them after mimose.step(batch)."
+        )
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained and not trained & updated:
+        warnings.warn(
+            f"mimose: none of the {len(updated)} parameters that the optimizer updates is one of the model's "
+            f"{len(trained)} trained ones, so the model will not be trained. Was the optimizer made for another copy?",
+            stacklevel=3,
+        )
+
+
+def check_loss(loss: object) -> torch.Tensor:
+    """Check what `loss_fn` returned.
+
+    Raises:
+        LossError: It is no tensor of one number with gradients.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(
+            f"loss_fn returned a {type(loss).__name__}; it has to return the loss, a tensor of one number, with its "
+            "graph (no .item(), no dict)."
+        )
+    if loss.numel() != 1:
+        raise LossError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; the loss is one number: take its mean or its sum."
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "loss_fn returned a loss without gradients: it was computed under torch.no_grad(), detached, or every "
+            "parameter is frozen."
+        )
+    return loss
