@@ -26,7 +26,7 @@ from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline
-from lightning_mimose.sizes import BatchSize
+from lightning_mimose.sizes import BatchSize, is_size
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Advisor(Forecast):
         prediction = self.estimator.predict(dict(rounded.dims))
         if rounded is not size and (prediction is None or not prediction.trusted):
             own = self.estimator.predict(dict(size.dims))
-            if own is not None and own.trusted:
+            if own is not None and (own.trusted or prediction is None):
                 return size, own
         return rounded, prediction
 
@@ -290,7 +290,7 @@ class Advisor(Forecast):
             MimoseError: Nothing is known about this size yet.
         """
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        size = self.tracker.look(batch_or_size)
+        size = self.size_of(batch_or_size)
         timeline, prediction = self._timeline_of(size)
         margin = self._margin_bytes(prediction, timeline, budget)
         plan = self.planner.answer(size, self.menu(timeline), budget, margin)
@@ -298,7 +298,7 @@ class Advisor(Forecast):
             return plan
         least = self.sure_bytes(timeline)
         raise BudgetInfeasibleError(
-            f"No plan keeps {batch_or_size if _is_size(batch_or_size) else 'this batch'} inside {budget:,} bytes "
+            f"No plan keeps {batch_or_size if is_size(batch_or_size) else 'this batch'} inside {budget:,} bytes "
             f"({format_bytes(budget)}). Give at least {least:,} bytes ({format_bytes(least)}).",
             budget_bytes=budget,
             resident_bytes=self.resident.total_bytes,
@@ -327,7 +327,3 @@ class Advisor(Forecast):
             timeline.labels[peak],
             min(self.sure_bytes(timeline), self.least(timeline).predicted_peak_bytes),
         )
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(item, int) for item in value.values())

@@ -18,7 +18,7 @@ from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
-from lightning_mimose.sizes import BatchSize, SizeTracker
+from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
 
 MINIMUM_UNIT_SHARE = 1e-4
 """Units that save less than this share of the activation peak are left alone."""
@@ -88,14 +88,32 @@ class Forecast:
         Raises:
             MimoseError: Nothing is known about this size yet.
         """
-        return self._timeline_of(self.tracker.look(batch_or_size))
+        return self._timeline_of(self.size_of(batch_or_size))
+
+    def _unlike(self, size: BatchSize) -> str:
+        """What sets a size apart from all that were measured, in words."""
+        dims = dict(size.dims)
+        known = [each for each in self.estimator.relations if dims.keys() >= {each.name, *each.others}]
+        return "".join(
+            f" In all of them {each.name} followed from {' and '.join(each.others)}, and would be "
+            f"{round(each.value(dims))} here: name {'both' if len(each.others) == 1 else 'all'}."
+            for each in known
+            if not each.holds(dims)
+        )
+
+    def size_of(self, batch_or_size: Any) -> BatchSize:
+        """The size of a batch, or of dimensions of which only some may be named."""
+        size = self.tracker.look(batch_or_size)
+        if not is_size(batch_or_size):
+            return size
+        return BatchSize(tuple(self.estimator.completed(dict(size.dims), batch_or_size).items()), size.layout)
 
     def _timeline_of(self, size: BatchSize) -> tuple[Timeline, Prediction]:
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             raise MimoseError(
                 f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "
-                "Ask again after some training steps on batches with these dimensions."
+                f"Ask again after some training steps on batches with these dimensions.{self._unlike(size)}"
             )
         data = round(float(prediction.values[prediction.structure.batch]))
         here = self.resident
@@ -123,7 +141,8 @@ class Forecast:
             if action in self.actions:
                 rows = prediction.dims.get("batch", chunks)
                 part_rows = -(-rows // chunks)
-                part = self.estimator.predict({**prediction.dims, "batch": part_rows})
+                # Pairs of rows, say, are as many as the batch has.
+                part = self.estimator.predict(self.estimator.completed({**prediction.dims, "batch": part_rows}, ()))
                 # Where the batch never varied, what is known is that activations are proportional to it.
                 share = prediction.values * (part_rows / rows + UNSCALED_SHARE)
                 if part is None or part.structure != prediction.structure:

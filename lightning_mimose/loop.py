@@ -73,9 +73,9 @@ class Mimose:
             check_optimizer(optimizer, model)
         self._model: nn.Module | None = model
         self._optimizer = optimizer
-        self._optimized = -1
-        self._others: list[nn.Parameter] = []
-        """Parameters of the model that the optimizer, of so many parameters, does not have."""
+        self._optimized: tuple[int, ...] = ()
+        self._has_all = False
+        """Whether the optimizer, of these parameters, has all of the model's."""
         self._loss_fn = loss_fn or own_loss
         self._history = History()
         self._engine: Engine | None = Engine(
@@ -157,16 +157,15 @@ class Mimose:
 
     def _zero_gradients(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Those of the optimizer, which may hold parameters of the loss, and of what else the model has."""
-        optimized = 0
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-            optimized = sum([len(group["params"]) for group in optimizer.param_groups])
-        if optimized != self._optimized:  # the model's own `zero_grad` would walk through all its modules every time
-            groups = [] if optimizer is None else optimizer.param_groups
-            known = {id(parameter) for group in groups for parameter in group["params"]}
-            self._optimized, self._others = optimized, [p for p in model.parameters() if id(p) not in known]
-        for parameter in self._others:
-            parameter.grad = None
+            optimized = tuple([id(parameter) for group in optimizer.param_groups for parameter in group["params"]])
+            if optimized != self._optimized:
+                self._optimized = optimized
+                self._has_all = {id(parameter) for parameter in model.parameters()} <= set(optimized)
+            if self._has_all:  # the model's own walks through all its modules
+                return
+        model.zero_grad(set_to_none=True)
 
     def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
         """The plan that a batch (or named dimensions) would get, under this budget or another one in bytes."""
@@ -187,7 +186,6 @@ class Mimose:
         if self._engine is not None:
             self._engine.detach()
         self._engine = self._model = self._optimizer = self._attempts = None
-        self._others.clear()
 
     def __enter__(self) -> Mimose:
         return self

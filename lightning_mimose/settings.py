@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_mimose.errors import LossError, MimoseError
 
@@ -25,23 +25,25 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise MimoseError(f"{name}={value!r} was asked for; it is one of {', '.join(map(repr, allowed))}.")
 
 
-def check_optimizer(optimizer: object, model: nn.Module) -> None:
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check what is to update a model.
 
     Raises:
         MimoseError: It is no optimizer.
     """
-    if not isinstance(optimizer, Optimizer):
+    missing = [name for name in ("step", "zero_grad", "param_groups", "state") if not hasattr(optimizer, name)]
+    if missing:  # wrappers need not be of torch's class
         raise MimoseError(
-            f"optimizer is a {type(optimizer).__name__}; it is one torch.optim.Optimizer. To step several, leave it "
-            "out and step them after mimose.step(batch)."
+            f"optimizer is a {type(optimizer).__name__}, which has no {', no '.join(missing)}; it is one "
+            "torch.optim.Optimizer. To step several, leave it out and step them after mimose.step(batch)."
         )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if trained and not trained & updated:
         warnings.warn(
             f"mimose: none of the {len(updated)} parameters that the optimizer updates is one of the model's "
-            f"{len(trained)} trained ones, so the model will not be trained. Was the optimizer made for another copy?",
+            f"{len(trained)} trained ones, so the model will not be trained, unless it keeps copies of them. Was it "
+            "made for another model?",
             stacklevel=3,
         )
 

@@ -209,7 +209,7 @@ class SizeTracker:
         Raises:
             SizeError: For a name that no batch so far had, or a mapping before any batch was seen.
         """
-        if not (isinstance(batch, Mapping) and batch and all(_whole(value) >= 0 for value in batch.values())):
+        if not is_size(batch):
             dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
         for index, layout in enumerate(self._layouts):
@@ -289,6 +289,16 @@ class SizeTracker:
                 f"The {what} is a {type(value).__name__}, but it was a {self._kind[1]} before. Give every batch the "
                 "same structure, or pass a size_fn that returns the same type for all of them."
             )
+
+
+def is_size(value: Any) -> bool:
+    """Whether something is named dimensions rather than a batch.
+
+    Example:
+        >>> is_size({"batch": 8, "ids:1": 52}), is_size({"ids": [1, 2]})
+        (True, False)
+    """
+    return isinstance(value, Mapping) and bool(value) and all(_whole(each) >= 0 for each in value.values())
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

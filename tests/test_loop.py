@@ -455,26 +455,55 @@ def test_every_planner_keeps_the_budget(planner: str) -> None:
         assert max(metered(mimose, model, optimizer, batch) for batch in batches) <= budget
 
 
-def test_gradients_of_everything_are_zeroed_whoever_updates_it() -> None:
-    """Parameters that no optimizer has, some of which it is given in the middle of the training."""
+def more(model: TinyText, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [model.head.weight]})
+
+
+def others(model: TinyText, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = [model.head.bias]
+
+
+def replaced(model: TinyText, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def new_head(model: TinyText, optimizer: torch.optim.Optimizer) -> None:
+    model.head = nn.Linear(32, 2)
+
+
+@pytest.mark.parametrize(
+    ("whose", "change"),
+    [
+        ("one's", more),
+        ("one's", others),
+        ("one's", replaced),
+        ("one's", new_head),
+        ("all", others),
+        ("nobody's", replaced),
+        ("nobody's", new_head),
+    ],
+)
+def test_gradients_of_everything_are_zeroed_whoever_updates_it(
+    whose: str, change: Callable[[TinyText, torch.optim.Optimizer], object]
+) -> None:
+    """Parameters that no optimizer has, or another one from some step on, and such as are replaced by others."""
     torch.manual_seed(0)
-    model, twin = TinyText(dropout=0.0), TinyText(dropout=0.0)
-    first, *rest = model.parameters()
-    optimizer = torch.optim.SGD([first], lr=0.1)
+    model = TinyText(dropout=0.0)
+    mine = model.parameters() if whose == "all" else [model.embed.weight]
+    optimizer = torch.optim.SGD(mine, lr=0.0)
     batch = text_batch(4, 16, 0)
-    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=model_loss) as mimose:
+    given = None if whose == "nobody's" else optimizer
+    with Mimose(model, budget="1GB", optimizer=given, loss_fn=model_loss) as mimose:
         for step in range(4):
-            before = copy.deepcopy(model.state_dict())
             if step == 2:
-                optimizer.add_param_group({"params": [rest[0]]})
+                change(model, optimizer)
             mimose.step(batch)
-            found = [parameter.grad for parameter in model.parameters()]
-            twin.load_state_dict(before)
+            twin = copy.deepcopy(model)
             twin.zero_grad()
             model_loss(twin, batch).backward()
-            for gradient, parameter in zip(found, twin.parameters(), strict=True):
-                assert (gradient is None) == (parameter.grad is None)
-                assert gradient is None or torch.equal(gradient, parameter.grad)
+            for parameter, alone in zip(model.parameters(), twin.parameters(), strict=True):
+                assert (parameter.grad is None) == (alone.grad is None)
+                assert parameter.grad is None or torch.equal(parameter.grad, alone.grad)
 
 
 def test_named_units_are_the_only_ones_planned() -> None:
@@ -766,3 +795,22 @@ def test_the_smallest_images_and_a_size_function() -> None:
         for side in (24, 40, 16, 32):
             mimose.step(pixels(4, side))
         assert [record.size["side"] for record in mimose.records] == [24, 40, 16, 32]
+
+
+def test_what_follows_from_the_dimensions_that_are_named_need_not_be() -> None:
+    """A target of the double length; one that is named to be of another was never seen."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)])
+
+    def loss_fn(module: nn.Module, batch: Batch) -> torch.Tensor:
+        out = module(batch["x"])
+        return (torch.cat([out, out, out[:, :1]], 1) - batch["y"]).pow(2).mean()
+
+    with Mimose(model, budget="1GB", loss_fn=loss_fn) as mimose:
+        for n in (40, 24, 64, 33, 57, 48, 29, 61):
+            mimose.step({"x": torch.randn(4, n, 16), "y": torch.randn(4, 2 * n + 1, 16)})
+        assert sum(record.sheltered for record in mimose.records) <= 4
+        named = mimose.smallest_feasible_bytes({"batch": 4, "x:1": 52})
+        assert named == mimose.smallest_feasible_bytes({"batch": 4, "x:1": 52, "y:1": 105})
+        assert mimose.plan({"batch": 4, "x:1": 52}).predicted_peak_bytes
+        with pytest.raises(MimoseError, match=r"y:1 followed from x:1, and would be 105 here: name both"):
+            mimose.plan({"batch": 4, "x:1": 52, "y:1": 52})

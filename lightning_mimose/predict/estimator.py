@@ -8,7 +8,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
+from lightning_mimose.predict.features import Basis, Relation, bases_of, varying_dims
 from lightning_mimose.predict.structure import CallShape, LeanShape, LooseShape, Position, Structure
 
 GOOD_ERROR = 0.005
@@ -178,6 +178,20 @@ class Estimator:
             best = best or prediction
         return best
 
+    def completed(self, dims: Mapping[str, int], named: Collection[str]) -> dict[str, int]:
+        """A size of which some dimensions were named: those that always followed from others do so here."""
+        found = dict(dims)
+        for relation in self.relations:
+            if relation.name not in named and found.keys() >= {relation.name, *relation.others}:
+                found[relation.name] = max(0, round(relation.value(found)))
+        return found
+
+    @property
+    def relations(self) -> tuple[Relation, ...]:
+        """What followed from what in all sizes of the latest path."""
+        fit = self._fit(self._latest, None) if self._latest is not None else None
+        return () if fit is None else fit.relations
+
     def _selected(self, structure: Structure, batch: int | None) -> list[tuple[tuple[str, int], ...]]:
         return [key for key in self._observed[structure] if batch is None or dict(key).get("batch") == batch]
 
@@ -203,7 +217,7 @@ class Estimator:
             reach = 1.25
         else:
             return False
-        return all(fit.low[name] / reach <= dims[name] <= fit.high[name] * reach for name in fit.basis.dims)
+        return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())
 
     def _is_complete(self) -> bool:
         """Whether the latest path makes every call that any path was seen to make."""
@@ -264,7 +278,8 @@ def _best_fit(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
-    candidates = bases(sizes)
+    dims, relations = varying_dims(sizes)
+    candidates = bases_of(dims, sizes)
     best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
         design = np.array([candidate.features(size) for size in sizes])
@@ -283,7 +298,7 @@ def _best_fit(
         {name: min(size[name] for size in sizes) for name in names},
         {name: max(size[name] for size in sizes) for name in names},
         _doubtful(best, values, truth, structure, resident_bytes),
-        varying_dims(sizes)[1],
+        relations,
     )
 
 

@@ -80,9 +80,12 @@ class Relation:
 
     def holds(self, dims: Mapping[str, int]) -> bool:
         """Whether it does so in a size, too."""
+        return abs(self.value(dims) - dims[self.name]) <= 1e-6 * max(1, dims[self.name])
+
+    def value(self, dims: Mapping[str, int]) -> float:
+        """What it would be in a size."""
         constant, *factors = self.coefficients
-        follows = constant + sum(factor * dims[other] for factor, other in zip(factors, self.others, strict=True))
-        return abs(follows - dims[self.name]) < 0.5
+        return constant + sum(factor * dims[other] for factor, other in zip(factors, self.others, strict=True))
 
 
 def varying_dims(sizes: Sequence[Mapping[str, int]]) -> tuple[tuple[str, ...], tuple[Relation, ...]]:
@@ -114,9 +117,9 @@ def _relation(name: str, values: NDArray[np.float64], kept: Mapping[str, NDArray
     equal = next((other for other, column in kept.items() if (column == values).all()), None)
     if equal is not None:
         return Relation(name, (equal,), (0.0, 1.0))
-    others = tuple(other for other in kept if other != "batch")
     if name == "batch":
         return None
+    others = tuple(other for other in kept if other != "batch")
     for among in (*((other,) for other in others), others):
         if len(values) < len(among) + 2:  # so few always lie on a plane
             continue
@@ -129,7 +132,11 @@ def _relation(name: str, values: NDArray[np.float64], kept: Mapping[str, NDArray
 
 def bases(sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     """Candidate bases for some sizes, simplest first."""
-    dims, _ = varying_dims(sizes)
+    return bases_of(varying_dims(sizes)[0], sizes)
+
+
+def bases_of(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
+    """As `bases`, where it is known which dimensions vary."""
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
     batch = dims.index("batch") if "batch" in dims else None
     others = [i for i in range(len(dims)) if i != batch]

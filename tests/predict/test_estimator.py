@@ -146,6 +146,17 @@ def test_dimensions_that_follow_from_others_cost_no_more_sizes(follows: Callable
     assert first_trusted([*sizes, *off[1:]], both, off[0]) <= 9
 
 
+def test_what_follows_is_trusted_no_further_than_what_it_follows_from() -> None:
+    """A label twelve times as long as any before is another matter, however little longer its text is."""
+
+    def both(size: Size) -> NDArray[np.float64]:
+        return np.full(structure().columns, 1000.0 * size["x:1"])
+
+    estimator = learnt([{"batch": 8, "x:1": 500 + n, "y:1": n} for n in (10, 14, 19, 25, 30, 34)], both)
+    assert predicted(estimator, {"batch": 8, "x:1": 560, "y:1": 60}).trusted
+    assert not predicted(estimator, {"batch": 8, "x:1": 900, "y:1": 400}).trusted
+
+
 def test_two_varying_dimensions_are_trusted_after_ten_sizes() -> None:
     """Batch and length, both random; with a part that does not scale with the batch."""
     generator = np.random.default_rng(3)

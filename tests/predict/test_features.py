@@ -38,6 +38,13 @@ def test_dimensions_that_follow_from_others_are_left_out(law: Callable[[int, int
     assert not relation.holds({"batch": 8, "x": 80, "y": 13, "z": law(80, 13) + 1})
 
 
+def test_what_lies_between_two_sizes_does_not_follow() -> None:
+    """Samples that fill no whole frame."""
+    _, (relation,) = varying_dims([{"samples": 320 * n, "frames": n} for n in (24, 30, 41, 72)])
+    assert relation.holds({"samples": 9600, "frames": 30})
+    assert not relation.holds({"samples": 9700, "frames": 30})
+
+
 def test_nothing_follows_from_the_batch_or_from_too_few_sizes() -> None:
     """Bytes that go with both would be a square; and two sizes always lie on a line."""
     assert varying_dims([{"batch": n, "x:1": 2 * n} for n in (4, 6, 9)]) == (("batch", "x:1"), ())

@@ -21,7 +21,7 @@ class Constants(TorchFunctionMode):
         dropout: While a dropout runs, the probability that it was called with.
         masked: While attention runs that masks its scores, by what.
         versions: (node, output) -> the version that the tensor has by autograd's own doing: in-place operations, also
-            those within a function that made it.
+            that of `linear` on its own result.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, handed out by `.data`, or replaced by way of it.
     """
@@ -66,8 +66,8 @@ class Constants(TorchFunctionMode):
                 # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of
                 # an in-place function on a view, and would wait for itself if asked for that view's `grad_fn` there.
                 return func(*args, **kwargs)
-        before, tensors = [], _tensors(args, kwargs)
-        for tensor in tensors:
+        before = []
+        for tensor in _tensors(args, kwargs):
             if tensor.is_leaf:
                 continue
             base = base_of(tensor)
@@ -91,15 +91,7 @@ class Constants(TorchFunctionMode):
                 # What was no more the result of its own node is none of the next one's.
                 if (node, base.output_nr) in self.changed:
                     self.changed.add((base.grad_fn, base.output_nr))
-        if isinstance(out, torch.Tensor) and out._version:
-            self._made_in_place(out, tensors)
         return out
-
-    def _made_in_place(self, out: torch.Tensor, given: list[torch.Tensor]) -> None:
-        """A function made a tensor and wrote on it, as `linear` adds a bias to what is not contiguous."""
-        base = base_of(out)
-        if base.grad_fn is not None and not any(base is base_of(tensor) for tensor in given):
-            self.versions[base.grad_fn, base.output_nr] = base._version
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, position, default = _DROPOUTS[func]
@@ -118,6 +110,15 @@ class Constants(TorchFunctionMode):
             without = [i for i in (0, 1) if not args[i].requires_grad]
             if len(without) == 1:  # a mask, which the node does not know
                 self._note(out, operand=args[without[0]], swapped=without == [0])
+        return out
+
+    def _linear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        # It adds the bias in place where its input is not contiguous. Of what other functions write on their results
+        # nobody can tell whether autograd knows of it.
+        node = out.grad_fn if isinstance(out, torch.Tensor) and not out._is_view() else None
+        if node is not None and node.name() == "AddBackward0" and out._version == 1:
+            self.versions[node, out.output_nr] = 1
         return out
 
     def _norm(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,5 +169,6 @@ _NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
     **dict.fromkeys(_DROPOUTS, Constants._dropout),
     **dict.fromkeys(_SUMS, Constants._sum),
     **dict.fromkeys(_NORMS, Constants._norm),
+    functional.linear: Constants._linear,
 }
 """Functions that something is noted of, and how they are then called."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.grades import ELEMENTWISE
 from lightning_mimose.actions.lean.masks import Mask
@@ -333,6 +334,41 @@ def test_what_a_function_wrote_on_its_own_result_is_no_change() -> None:
         again = Pass(partial(function, change), inputs, EVERYTHING, sites=first.sites)
         assert again.alive == [True]
         assert same_bits(again.bits, Pass(partial(function, change), inputs, None).bits)
+
+
+class Clamping(TorchFunctionMode):
+    """Somebody else's, entered before the block: writes behind autograd's back, where lean saves see nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.sin, functional.linear):
+            out.detach().clamp_(max=0.9)
+        return out
+
+
+@pytest.mark.parametrize("function", [torch.sin, lambda x: functional.linear(x.t(), x.t() * 1, x[0])])
+def test_what_a_function_wrote_behind_autograds_back_is_a_change(function: Function) -> None:
+    """Also where it changes nothing the first time, when recipes are compared."""
+
+    def block(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        return watch(function(x)).neg() * w.sum()
+
+    small, large = [matrix().detach().mul_(0.01).requires_grad_(), matrix()], [matrix(), matrix()]
+    with Clamping():
+        first = Pass(block, small, EVERYTHING)
+        again = Pass(block, large, EVERYTHING, sites=first.sites)
+        assert same_bits(again.bits, Pass(block, large, None).bits)
+
+
+def test_results_without_a_counter() -> None:
+    """What is made in inference mode has no version."""
+
+    def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
+        with torch.inference_mode():
+            positions = torch.arange(47).float()
+        return (functional.gelu(x) + positions.clone()) * w
+
+    assert_same(function, matrix(), matrix())
 
 
 class InPlace(torch.autograd.Function):
