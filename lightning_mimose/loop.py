@@ -17,7 +17,7 @@ from lightning_mimose.errors import LossError
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choice, check_loss, check_optimizer
+from lightning_mimose.settings import check_choices, check_loss, check_optimizer
 from lightning_mimose.shared.budget import AnyBudget
 
 
@@ -67,8 +67,7 @@ class Mimose:
         on_oom: Literal["retry", "raise"] = "retry",
         host_budget: str | int | float | None = None,
     ) -> None:
-        check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
-        check_choice("on_oom", on_oom, ("retry", "raise"))
+        check_choices(on_infeasible, on_oom)
         if optimizer is not None:
             check_optimizer(optimizer, model)
         self._model: nn.Module | None = model

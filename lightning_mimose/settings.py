@@ -25,6 +25,19 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise MimoseError(f"{name}={value!r} was asked for; it is one of {', '.join(map(repr, allowed))}.")
 
 
+def check_choices(on_infeasible: object, on_oom: object) -> None:
+    """Check what to do where a budget cannot be kept, and where the device runs out all the same.
+
+    Raises:
+        MimoseError: One of them is none of the names there are.
+
+    Example:
+        >>> check_choices("raise", "retry")
+    """
+    check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
+    check_choice("on_oom", on_oom, ("retry", "raise"))
+
+
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check what is to update a model.
 

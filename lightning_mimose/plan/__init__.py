@@ -3,6 +3,6 @@
 from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.planner import Planner
-from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler
+from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler, check_planner
 
-__all__ = ["Plan", "PlanCache", "Planner", "PlannerChoice", "Scheduler"]
+__all__ = ["Plan", "PlanCache", "Planner", "PlannerChoice", "Scheduler", "check_planner"]

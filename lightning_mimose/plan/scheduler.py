@@ -34,6 +34,22 @@ EXACT_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
+def check_planner(planner: object) -> None:
+    """Check who is asked to plan.
+
+    Raises:
+        PlanError: It is none of the names there are, and cannot be called.
+
+    Example:
+        >>> check_planner("exact")
+    """
+    if not callable(planner) and planner not in ("auto", "exact", "greedy"):
+        raise PlanError(
+            f"planner={planner!r} was asked for; it is 'auto', 'exact', 'greedy', or a callable "
+            "(timeline, budget_bytes) -> plan."
+        )
+
+
 class Scheduler:
     """Makes the plan for a timeline and a budget.
 
@@ -57,8 +73,7 @@ class Scheduler:
     """
 
     def __init__(self, planner: PlannerChoice = "auto") -> None:
-        if not callable(planner) and planner not in ("auto", "exact", "greedy"):
-            raise ValueError(f"Expected `planner` to be 'auto', 'exact', 'greedy' or a callable, but got {planner!r}")
+        check_planner(planner)
         self.planner = planner
         self._questions: deque[Callable[[], None]] = deque(maxlen=WAITING)
         self._changed = threading.Condition()

@@ -15,7 +15,7 @@ from lightning_mimose.budget import format_bytes, parse_budget
 from lightning_mimose.engine import Engine
 from lightning_mimose.errors import BudgetError, MimoseError, is_out_of_memory
 from lightning_mimose.measure.meter import has_memory_counters
-from lightning_mimose.plan import Plan
+from lightning_mimose.plan import Plan, check_planner
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers
 from lightning_mimose.plugin.retry import Exchanges, RetryHook, keep_logged, why_not
@@ -34,7 +34,7 @@ from lightning_mimose.plugin.support import (
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choice
+from lightning_mimose.settings import check_choices
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 
 if TYPE_CHECKING:
@@ -94,13 +94,8 @@ class MimoseCallback(Callback):
         if host_budget is not None:
             parse_budget(host_budget)
         check_actions(actions)
-        check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
-        check_choice("on_oom", on_oom, ("retry", "raise"))
-        if not callable(planner) and planner not in ("auto", "exact", "greedy"):
-            raise MimoseError(
-                f"planner={planner!r} was asked for; it is 'auto', 'exact', 'greedy', or a callable "
-                "(timeline, budget_bytes) -> plan."
-            )
+        check_choices(on_infeasible, on_oom)
+        check_planner(planner)
         self.budget = budget
         self.units = units
         self.size_fn = size_fn

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lightning_mimose.predict.features import Basis, Relation, bases_of, varying_dims
+from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
 from lightning_mimose.predict.structure import CallShape, LeanShape, LooseShape, Position, Structure
 
 GOOD_ERROR = 0.005
@@ -279,7 +279,7 @@ def _best_fit(
 ) -> _Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best."""
     dims, relations = varying_dims(sizes)
-    candidates = bases_of(dims, sizes)
+    candidates = bases(dims, sizes)
     best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
         design = np.array([candidate.features(size) for size in sizes])

@@ -130,13 +130,8 @@ def _relation(name: str, values: NDArray[np.float64], kept: Mapping[str, NDArray
     return None
 
 
-def bases(sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
-    """Candidate bases for some sizes, simplest first."""
-    return bases_of(varying_dims(sizes)[0], sizes)
-
-
-def bases_of(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
-    """As `bases`, where it is known which dimensions vary."""
+def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
+    """Candidate bases for the dimensions that vary and some sizes, simplest first."""
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
     batch = dims.index("batch") if "batch" in dims else None
     others = [i for i in range(len(dims)) if i != batch]

@@ -234,7 +234,7 @@ def test_what_is_not_a_plan_of_these_units_is_refused_by_name(actions: object, m
 
 def test_an_unknown_planner_is_refused() -> None:
     """With the names there are."""
-    with pytest.raises(ValueError, match="'auto', 'exact', 'greedy' or a callable, but got 'best'"):
+    with pytest.raises(PlanError, match="planner='best' was asked for; it is 'auto', 'exact', 'greedy', or a callable"):
         Scheduler("best")  # type: ignore[arg-type]
 
 
