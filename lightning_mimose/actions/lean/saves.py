@@ -35,7 +35,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made
+from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory
 
@@ -254,7 +254,7 @@ class LeanSaves:
 
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
+        if name == _LEAF:
             leaf = node.variable
             # One that was changed since the unit began is not what the operation was given.
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
@@ -267,8 +267,13 @@ class LeanSaves:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
             return None
+        if entry.needs_first and self._leads_nowhere(node):
+            return None
         view = _Node(self, node, depth)
-        made: Made | None = entry.make(view)
+        try:
+            made: Made | None = entry.make(view)
+        except MissingError:
+            return None
         if made is None:
             return None
         own = own if own == ATTENTION else max(own, made.grade)
@@ -295,6 +300,24 @@ class LeanSaves:
         )
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
+
+    def _leads_nowhere(self, node: Any) -> bool:
+        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
+        while True:
+            key = node, _ = node.next_functions[0]
+            if node is None or key in self._values:
+                return self._values.get(key) is None
+            name: str = node.name()
+            entry = TABLE.get(name)
+            if entry is None:
+                return name != _LEAF
+            if entry.grade > self._grade:
+                return not self._in_scores
+            if not entry.needs_first:
+                return False
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class _Node:
@@ -324,21 +347,22 @@ class _Node:
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
         return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
 
-    def edge(self, index: int) -> Handle | None:
+    def edge(self, index: int) -> Handle:
         following = self.raw.next_functions
-        if index >= len(following) or following[index][0] is None:
-            return None
-        node, output = following[index]
-        return self._saves.rebuilt(node, output, self._depth + 1)
+        node, output = following[index] if index < len(following) else (None, 0)
+        found = None if node is None else self._saves.rebuilt(node, output, self._depth + 1)
+        if found is None:
+            raise MissingError
+        return found
 
-    def scores(self) -> Handle | None:
+    def scores(self) -> Handle:
         self._saves._in_scores = True
         try:
             return self.edge(0)
         finally:
             self._saves._in_scores = False
 
-    def operand(self, name: str, index: int) -> Handle | None:
+    def operand(self, name: str, index: int) -> Handle:
         saved = self.saved(name)
         if saved is not None:
             return saved
@@ -348,7 +372,7 @@ class _Node:
         # A number is saved as a tensor without dimensions, and past every hook. Never `_saved_`: that would unpack.
         number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if not isinstance(number, torch.Tensor) or number.dim():
-            return None
+            raise MissingError
         with _disable_current_modes():  # which would be given a float where they expect a tensor
             return Number(number.item())
 

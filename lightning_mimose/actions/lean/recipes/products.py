@@ -30,8 +30,6 @@ def _mm(node: Node) -> Made | None:
 @recipe("AddmmBackward0", grade=EXPANSIONS)
 def _addmm(node: Node) -> Made | None:
     bias, alpha, beta = node.edge(0), node.raw._saved_alpha, node.raw._saved_beta
-    if bias is None:
-        return None
 
     def addmm(one: Tensor, other: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, one, other, beta=beta, alpha=alpha)
@@ -52,8 +50,6 @@ def _convolution(node: Node) -> Made | None:
     if x is None or weight is None or not weight.shape or raw._saved_transposed:
         return None
     biases = [node.edge(2)] if any(raw._saved_bias_sym_sizes_opt or ()) else []
-    if None in biases:
-        return None
     stride, padding, dilation = (list(getattr(raw, f"_saved_{n}")) for n in ("stride", "padding", "dilation"))
     rest = (stride, padding, dilation, False, list(raw._saved_output_padding), raw._saved_groups)
 

@@ -1,7 +1,8 @@
 """The table of recipes: which operation's result is rebuilt how, and from what.
 
 An entry is named after autograd's node. It is given a `Node`, through which it asks for what the node saved, for
-what its inputs are rebuilt from, and for constants; if anything is missing the tensor is kept.
+what its inputs are rebuilt from, and for constants; if anything is missing (`MissingError`, or None among what the
+recipe is made from) the tensor is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ PRODUCT = 1.0
 """The same for an operation of a matrix product."""
 
 
+class MissingError(Exception):
+    """An input cannot be had. Not an error of the package's: whoever asked for the recipe keeps the tensor."""
+
+
 class Node(Protocol):
     """One operation, as recipes see it."""
 
@@ -47,13 +52,17 @@ class Node(Protocol):
     def saved(self, name: str) -> Handle | None:
         """What the node saved under a name, if it is ours."""
 
-    def edge(self, index: int) -> Handle | None:
-        """The value that input `index` had, if it can be had."""
+    def edge(self, index: int) -> Handle:
+        """The value that input `index` had.
 
-    def scores(self) -> Handle | None:
+        Raises:
+            MissingError: It cannot be had.
+        """
+
+    def scores(self) -> Handle:
         """As `edge(0)`; a batched product on the way to it is attention's, of a lower grade than others."""
 
-    def operand(self, name: str, index: int) -> Handle | None:
+    def operand(self, name: str, index: int) -> Handle:
         """`saved`, or `edge` where the node did not need to save it."""
 
     def given(self, tensor: Tensor) -> Handle | None:
@@ -90,21 +99,30 @@ class Made(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row of the table."""
+    """A row of the table.
+
+    Attributes:
+        grade: The least grade of lean saves that has it.
+        make: Makes the recipe.
+        needs_first: Whether nothing can be made without the value of the first input.
+    """
 
     grade: int
     make: Callable[[Node], Made | None]
+    needs_first: bool = False
 
 
 TABLE: dict[str, Entry] = {}
 
 
-def recipe(*names: str, grade: int = ELEMENTWISE) -> Callable[[Callable[[Node], Made | None]], Any]:
-    """Enter a recipe for nodes of some names."""
+def recipe(
+    *names: str, grade: int = ELEMENTWISE, needs_first: bool = False
+) -> Callable[[Callable[[Node], Made | None]], Any]:
+    """Enter a recipe for nodes of some names, see `Entry`."""
 
     def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
         for name in names:
-            TABLE[name] = Entry(grade, make)
+            TABLE[name] = Entry(grade, make, needs_first)
         return make
 
     return enter
