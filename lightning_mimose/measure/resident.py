@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
@@ -111,7 +112,8 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
     """Measure what an optimizer will allocate, on two small copies of its own parameters.
 
     The ratio of state and temporaries to parameters is measured on small tensors of the same dtype and with the
-    same settings, one matrix and one vector, and scaled to the real parameters that take gradients.
+    same settings, matrices and a vector, and scaled to the real parameters that take gradients: to all of them, or,
+    where an update of more of them takes no more temporaries, to the largest and the one before it.
 
     Limitations:
         Optimizers whose state is not proportional to the parameters (Adafactor, Shampoo) are estimated.
@@ -129,20 +131,40 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
         kept = 2 * group["history_size"] + 2 + (5 if group["line_search_fn"] is None else 8)
         return OptimizerCost(0, 0, kept * total)
     try:
-        state_ratio, transient_ratio = _measured_ratios(optimizer, trainable[0].dtype)
+        state_ratio, transient = _measured(optimizer, trainable)
     except Exception:  # any optimizer may be passed; failing to copy it must not end a training
-        state_ratio, transient_ratio = 2.0, 1.0
-    return OptimizerCost(int(fresh * state_ratio), int(total * transient_ratio))
+        state_ratio, transient = 2.0, total
+    return OptimizerCost(int(fresh * state_ratio), transient)
 
 
-def _measured_ratios(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float]:
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((64, 64), (64, 64), (4096,))]
+_SHAPES = (64, 64), (64, 64), (4096,), (64, 64), (4096,)
+"""Of the parameters that optimizers are tried on: each as large as the others."""
+
+
+def _measured(optimizer: Optimizer, trainable: Sequence[torch.Tensor]) -> tuple[float, int]:
+    """State to bytes of parameters, and the bytes of an update's temporaries."""
+    settings = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+    if settings.get("foreach", 0) is None and not settings.get("fused"):  # torch would choose by the device
+        settings["foreach"] = _default_to_fused_or_foreach(list(trainable), False)[1]
+    every = [nn.Parameter(torch.zeros(shape, dtype=trainable[0].dtype)) for shape in _SHAPES]
+    state, together = _probed(optimizer, settings, every)
+    few = _probed(optimizer, settings, every[:3])[1]
+    sizes = [storage_bytes([parameter]) for parameter in trainable]
+    if together > 1.1 * few:  # of all of them at once
+        return state / storage_bytes(every), int(together / storage_bytes(every) * sum(sizes))
+    one = storage_bytes(every[:1])
+    alone = max(_probed(optimizer, settings, [each])[1] for each in every[1:3]) / one
+    left = max(few / one - alone, 0.0)  # of the parameter before, whose names in the loop still hold them
+    pairs = zip(sizes, [0, *sizes[:-1]], strict=True)
+    return state / storage_bytes(every), int(max(alone * size + left * before for size, before in pairs))
+
+
+def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> tuple[int, int]:
+    """State and temporaries, in bytes, of the second update of some parameters."""
     # The base class's settings, not the user's wrapper: a copy with its own parameters and no state.
     twin = copy.copy(optimizer)
     twin.state = type(optimizer.state)(optimizer.state.default_factory)
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
-    size = storage_bytes(parameters)
+    twin.param_groups = [{**settings, "params": parameters}]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
@@ -155,8 +177,7 @@ def _measured_ratios(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, f
             step(twin)
         finally:
             intervals = meter.stop()
-    transient = max((interval.peak_bytes for interval in intervals), default=0)
-    return state / size, transient / size
+    return state, max((interval.peak_bytes for interval in intervals), default=0)
 
 
 class ResidentLedger:

@@ -118,10 +118,11 @@ def test_the_probe_foresees_an_optimizers_state(name: str) -> None:
     assert cost.state_bytes == pytest.approx(state, rel=0.01, abs=64)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw-foreach"])
-def test_the_probe_foresees_the_temporaries_of_an_update(name: str) -> None:
-    """What lives only inside `step`, where the largest parameter does not dominate."""
-    optimizer = EXACT[name](nn.ParameterList([nn.Parameter(torch.zeros(128, 128)) for _ in range(3)]).parameters())
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("sides", [(128, 128, 128), (256, 32, 64, 48, 16), (16, 32, 256, 256)])
+def test_the_probe_foresees_the_temporaries_of_an_update(name: str, sides: tuple[int, ...]) -> None:
+    """What lives only inside `step`: of all parameters, or, one by one, of the largest and the one before it."""
+    optimizer = EXACT[name](nn.ParameterList([nn.Parameter(torch.zeros(n, n)) for n in sides]).parameters())
     cost = probe_optimizer(optimizer)
     _, transient = updated(optimizer)
     assert cost.transient_bytes == pytest.approx(transient, rel=0.02, abs=1024)
