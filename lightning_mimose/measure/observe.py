@@ -109,6 +109,7 @@ def observe(
     spared = {
         id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
     }
+    items = {id(call): len(call.items or ()) for call in regions}
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -178,6 +179,7 @@ def observe(
                 saved=columns.add(each[grade].gain_bytes),
                 work=columns.add(each[grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[number]),
+                items=items[number],
             )
             for number, each in spared.items()
             for grade, action in enumerate(grades)

@@ -16,8 +16,10 @@ from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Struc
 from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
-"""What hooks on all that one call saves cost, besides what they do: half of what a layer of BERT was measured to take
-on a slow host, since an accelerator does not wait for all of it."""
+"""What hooks on all that one call saves cost, besides what they do."""
+LOOK_SECONDS = 5e-5
+"""What it costs lean saves to look at one of the tensors that a call saves, and to hand out what was rebuilt. Measured
+where hardly anything else takes time, in layers of BERT, Llama and ViT on a slow host."""
 REGION_FLOPS = 1e4
 """What a recomputed region costs besides its operations, in operations that take as long."""
 
@@ -158,7 +160,8 @@ class _Assembly(Rows):
                 self.borrows += [(len(self.options), call_of[i]) for i in shapes]
             index = layout.index[unit]
             rebuilding = self.operations[index] * (work[shapes[0]] if one else sum(work[i] for i in shapes))
-            self._add(index, action, rebuilding, HOOK_SECONDS * len(shapes))
+            looking = LOOK_SECONDS * sum(structure.lean[i].items for i in shapes)
+            self._add(index, action, rebuilding, looking)
             chosen.append(shapes)
         ones = [shapes[0] for shapes in chosen]
         self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones])
@@ -202,13 +205,14 @@ class _Assembly(Rows):
                 continue
             row = len(self.options)
             self.relief[row, :count] = self.relief[plain[index], :count]
-            rebuilding = 0.0
+            rebuilding = looking = 0.0
             for i in members:
                 mine = of_call[i]
                 row_of[mine] = row
                 rebuilding += self.operations[index] * work[mine]
+                looking += LOOK_SECONDS * structure.lean[mine].items
                 self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
-            self._add(index, action, self._recomputing(unit) + rebuilding, HOOK_SECONDS * len(members))
+            self._add(index, action, self._recomputing(unit) + rebuilding, looking)
         here = ~forward & (row_of[shape] >= 0)
         spared = np.maximum(self.level[position[here]] - alive[here], 0)
         np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)

@@ -8,7 +8,7 @@ in the measured step: a call lives from its `in` to its `out` in forward, and it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -131,6 +131,7 @@ class LeanShape:
         saved: Column of the bytes it spares between forward and backward.
         work: Column of the operations that rebuilding takes.
         positions: (index of a position inside the call's forward or backward, column of the live bytes there).
+        items: Storages that the call saves, and that are looked at; no part of what makes two steps alike.
     """
 
     call: int
@@ -138,6 +139,7 @@ class LeanShape:
     saved: int
     work: int
     positions: tuple[tuple[int, int], ...]
+    items: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
