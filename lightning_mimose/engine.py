@@ -28,6 +28,7 @@ from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
 from lightning_mimose.consensus import Consensus
+from lightning_mimose.dims import dims_text
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
 from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.cap import ReservedCap
@@ -43,7 +44,6 @@ from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.shared.tenancy import Tenancy
-from lightning_mimose.sizes import dims_text
 from lightning_mimose.step import Step
 from lightning_mimose.trials import Trials
 from lightning_mimose.units import Unit, find_units, fingerprint

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_mimose.dims import raw_dims
 from lightning_mimose.errors import MimoseError
-from lightning_mimose.sizes import raw_dims
 
 MakeBatch = Callable[[Mapping[str, int]], Any]
 """From named dimensions to a batch."""

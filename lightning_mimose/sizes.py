@@ -1,9 +1,4 @@
-"""From a batch to the named dimensions that its memory depends on.
-
-A dimension is named after where it was found: path in the batch and axis, "input_ids:1", "0:1" (axis 1 of a tuple's
-first item), "text.mask:1" (nested), "input:1" (a bare tensor). A leading axis that all tensors share is "batch".
-Only shapes are read, never values, so nothing here waits for a device.
-"""
+"""From a batch to its size: the named dimensions that its memory depends on (see `dims`), followed over a training."""
 
 from __future__ import annotations
 
@@ -12,39 +7,14 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_mimose.dims import BATCH, leaves_of, names_of
 from lightning_mimose.errors import SizeError
 
-_BATCH = "batch"
-_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
-_OPAQUE = (type, FunctionType, ModuleType, torch.nn.Module)  # things whose attributes are no part of a batch
-_Leaf = tuple[str, tuple[int, ...]]
 _KNOWN_SHAPES = 256  # batches whose shapes were met, and so need not be read again
-
-
-def raw_dims(batch: Any) -> dict[str, int]:
-    """Every dimension of every tensor in the batch, by name, in order of occurrence.
-
-    Reads tensors (sparse ones by their shape, nested ones as items and elements in all), mappings, sequences, named
-    tuples, dataclasses, and, as a last resort, the attributes of any other object. Everything else in it is ignored;
-    tensors without axes have no dimensions.
-
-    Raises:
-        SizeError: If there is no tensor in it.
-
-    Example:
-        >>> ids = torch.zeros(8, 128, dtype=torch.long)
-        >>> raw_dims({"input_ids": ids, "labels": ids[:, 0]})
-        {'batch': 8, 'input_ids:1': 128}
-        >>> raw_dims((torch.zeros(4, 3), torch.zeros(7)))
-        {'0:0': 4, '0:1': 3, '1:0': 7}
-    """
-    return _name(_leaves(batch))
 
 
 def round_up_value(n: int) -> int:
@@ -101,8 +71,8 @@ class _Layout:
 
     @classmethod
     def of(cls, names: tuple[str, ...], values: tuple[int, ...]) -> _Layout:
-        alone = [[i] for i, name in enumerate(names) if name == _BATCH]
-        others = [i for i, name in enumerate(names) if name != _BATCH]
+        alone = [[i] for i, name in enumerate(names) if name == BATCH]
+        others = [i for i, name in enumerate(names) if name != BATCH]
         layout = cls(names, list(values), list(values), [*alone, others] if others else alone)
         layout.see(values)
         return layout
@@ -127,7 +97,7 @@ class _Layout:
     def update_shown(self) -> None:
         varying = self.varying()
         first = [group[0] for group in self.groups]
-        self.shown = [i for i in first if not varying or i in varying or self.names[i] == _BATCH]
+        self.shown = [i for i in first if not varying or i in varying or self.names[i] == BATCH]
 
     def varying(self) -> list[int]:
         return [group[0] for group in self.groups if self.low[group[0]] < self.high[group[0]]]
@@ -256,16 +226,16 @@ class SizeTracker:
         self._index[frozenset(layout.names)] = len(self._layouts)
         self._layouts.append(layout)
         self._by_shapes.clear()  # names depend on what layouts there are
-        self._apart = self._apart or _BATCH not in layout.names
+        self._apart = self._apart or BATCH not in layout.names
         return len(self._layouts) - 1
 
     def _read(self, batch: Any) -> dict[str, int]:
-        leaves = _leaves(batch)
+        leaves = leaves_of(batch)
         self._same_kind(_kind(batch), batch, "batch")
-        dims = _name(leaves)
-        if self._apart and _BATCH in dims:
+        dims = names_of(leaves)
+        if self._apart and BATCH in dims:
             # Unrelated leading axes that happen to agree this once are no shared axis and no new layout.
-            apart = _name(leaves, share=False)
+            apart = names_of(leaves, share=False)
             if frozenset(apart) in self._index:
                 return apart
         return dims
@@ -334,71 +304,3 @@ def _shapes(batch: Any) -> Any:
         return None
     shapes = tuple([tensor.shape for tensor in tensors if type(tensor) is Tensor and not tensor.is_nested])
     return (names, shapes) if len(shapes) == len(batch) > 0 else None
-
-
-def _leaves(batch: Any) -> list[_Leaf]:
-    leaves: list[_Leaf] = []
-    _collect(batch, "", leaves, {})
-    if not leaves:
-        raise SizeError(
-            f"There is no tensor in this batch, a {type(batch).__name__}, so its size cannot be read. Pass "
-            "size_fn, a function from the batch to an int or to a mapping of names to ints such as {'tokens': 512}."
-        )
-    return leaves
-
-
-def _collect(value: Any, path: str, leaves: list[_Leaf], seen: dict[int, Any]) -> None:
-    """Append (path, shape) of every tensor below `value`; `seen` keeps the objects read, which may be cyclic, by id."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return
-    if isinstance(value, Tensor):
-        # A nested tensor has no shape in plain ints; its memory goes with its elements.
-        leaves.append((path or "input", (value.size(0), value.numel()) if value.is_nested else value.shape))
-        return
-    prefix = f"{path}." if path else ""
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, (dict, Mapping)):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        names = getattr(kind, "_fields", None)
-        items = enumerate(value) if names is None else zip(names, value, strict=False)
-    elif isinstance(value, _OPAQUE) or id(value) in seen:
-        return
-    else:
-        seen[id(value)] = value
-        items = _attributes(value)
-    for name, item in items:
-        if type(item) not in _PLAIN:
-            _collect(item, f"{prefix}{name}", leaves, seen)
-
-
-def _attributes(value: Any) -> Iterable[tuple[Any, Any]]:
-    fields = getattr(type(value), "__dataclass_fields__", None)
-    if fields is not None:
-        return [(name, getattr(value, name, None)) for name in fields]
-    # Only what is stored: methods of a stranger may do anything (asking PyG's HeteroData for a key creates it).
-    return list(getattr(value, "__dict__", {}).items())
-
-
-def _name(leaves: list[_Leaf], share: bool = True) -> dict[str, int]:
-    """Names of all dimensions; `share=False` leaves a shared leading axis under its own names."""
-    dims: dict[str, int] = {}
-    first = 0
-    if share:
-        leading = {shape[0] for _, shape in leaves if shape}
-        if len(leading) == 1:
-            dims[_BATCH] = leading.pop()
-            first = 1
-    for path, shape in leaves:
-        for axis in range(first, len(shape)):
-            name = f"{path}:{axis}"
-            while name in dims:  # {"a.b": x, "a": {"b": y}}
-                name += "'"
-            dims[name] = shape[axis]
-    return dims
-
-
-def dims_text(named: Mapping[str, int]) -> str:
-    """Named dimensions, for a line of text."""
-    return ", ".join(f"{name}={value}" for name, value in named.items())

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.predict.estimator import Estimator, Prediction, _best_fit, _left_out, _solve
+from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.fit import best_fit
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -335,25 +335,15 @@ def test_the_rate_of_recomputation_is_the_measured_one() -> None:
     assert estimator.seconds_per_flop() == pytest.approx(2e-9)
 
 
-def test_bounded_coefficients_are_those_of_scikit_learn() -> None:
-    """Where a free fit would take from larger sizes; columns that are equal are solved once."""
-    random = np.random.default_rng(0)
-    design = random.random((8, 3))
-    values = design @ np.array([[3.0, 2.0], [1e-7, 4.0], [-1e-6, 1.0]]) * 1e6
-    values = np.concatenate([values, values, values[:, :1]], axis=1)
-    expected = LinearRegression(fit_intercept=False, positive=True).fit(design, values).coef_.T
-    assert np.array_equal(_solve(design, values)[:, [0, 2, 4]], expected[:, [0, 2, 4]])
-
-
 def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit of all sizes is then that of the batch size too."""
     fits: list[int] = []
 
     def counted(*given: Any) -> Any:
         fits.append(len(given[0]))
-        return _best_fit(*given)
+        return best_fit(*given)
 
-    monkeypatch.setattr("lightning_mimose.predict.estimator._best_fit", counted)
+    monkeypatch.setattr("lightning_mimose.predict.estimator.best_fit", counted)
     estimator = learnt(text(16, 24, 40), law())
     for size in text(20, 30, 4000):  # the last is trusted by no fit, so all are asked
         predicted(estimator, size)
@@ -374,18 +364,3 @@ def test_after_a_wrong_prediction_one_size_alone_is_trusted_when_it_was_measured
     assert not predicted(estimator, {"batch": 4, "ids:1": 20}).trusted
     estimator.distrust()
     assert not predicted(estimator, sizes[0]).trusted
-
-
-def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
-    """Sizes that a basis cannot tell apart are left out together; an undetermined rest is left unchecked."""
-    generator = np.random.default_rng(0)
-    lengths = [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
-    design = np.array([[1.0, n, n * n] for n in lengths])
-    values = generator.uniform(1e6, 1e9, (len(lengths), structure().columns))
-    check = _left_out(design, values, structure().summary(values), structure(), 0)
-    assert sorted(check.checked) == list(range(len(lengths)))
-    for row, found in zip(check.checked, check.predicted, strict=True):
-        rest = [i for i, n in enumerate(lengths) if n != lengths[row]]
-        alone = design[row] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
-        np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-3)
-    assert _left_out(design[:4], values[:4], structure().summary(values[:4]), structure(), 0).error == float("inf")

@@ -16,15 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_mimose.actions.lean.attention import added_mask
 from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.grades import ATTENTION, MASKS
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
-    Number,
     Recipe,
     Use,
     View,
@@ -35,6 +32,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
+from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory
@@ -68,6 +66,9 @@ class LeanSaves:
         compared: Whether a place was met for the first time, so that its tensor was there twice.
         differed: Whether it could not be rebuilt bit for bit.
         borrowed: Arguments that recipes use, and that autograd would not look at again.
+        owner: Stands for this object in the handles that it has made.
+        notes: What operations were called with.
+        in_scores: While attention's scores are looked for.
 
     Args:
         sites: What is known about the unit's places.
@@ -102,13 +103,13 @@ class LeanSaves:
         self._values: dict[tuple[Any, int], Handle | None] = {}
         self._numbers: dict[tuple[Any, int], int] = {}
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
-        self._owner = object()
+        self.owner = object()
         self._start = 0
-        self._in_scores = False
+        self.in_scores = False
         self._small_bytes = small_bytes
         self.compared = self.differed = False
         self.borrowed: list[torch.Tensor] = []
-        self._constants = Constants()
+        self.notes = Constants()
 
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""
@@ -127,14 +128,14 @@ class LeanSaves:
     def constants(self) -> TorchFunctionMode:
         """Has to be entered around the forward: sees numbers that operations are called with."""
         self._start = torch._C._autograd._get_sequence_nr()
-        return self._constants
+        return self.notes
 
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
         self._values.clear()
         self._numbers.clear()
         self._storages.clear()
-        self._constants.forget()
+        self.notes.forget()
         self._held.clear()
         self._given.clear()
 
@@ -146,7 +147,7 @@ class LeanSaves:
         base = base_of(tensor)
         node, output = base.grad_fn, base.output_nr
         handle = self._handle(tensor, base, node, output)
-        handle.owner = self._owner
+        handle.owner = self.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
@@ -199,7 +200,7 @@ class LeanSaves:
             return None
         if node is None:
             found = self._mask(base)
-        elif self._constants.is_result(base):
+        elif self.notes.is_result(base):
             found = self.rebuilt(node, output, 0)
         if found is None or isinstance(found, Kept) or found.grade > self._grade:
             return None
@@ -219,7 +220,7 @@ class LeanSaves:
             return None
         if tensor.dtype == torch.bool:
             return Mask(tensor, 1.0, MASKS, packs=self._applies)
-        dropout = self._constants.dropout
+        dropout = self.notes.dropout
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
         # As torch makes it, in the tensor's own precision: drawn, then divided.
@@ -243,7 +244,7 @@ class LeanSaves:
     def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
-        if key in self._constants.changed:
+        if key in self.notes.changed:
             return None
         if key not in self._values:
             self._values[key] = self._from_table(node, output, depth)
@@ -262,14 +263,14 @@ class LeanSaves:
         entry = TABLE.get(name)
         if entry is None or output != 0 or depth > LONGEST_CHAIN:
             return None
-        own = ATTENTION if self._in_scores and name == "BmmBackward0" else entry.grade
+        own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
             return None
         if entry.needs_first and self._leads_nowhere(node):
             return None
-        view = _Node(self, node, depth)
+        view = Node(self, node, depth)
         try:
             made: Made | None = entry.make(view)
         except MissingError:
@@ -312,85 +313,12 @@ class LeanSaves:
             if entry is None:
                 return name != _LEAF
             if entry.grade > self._grade:
-                return not self._in_scores
+                return not self.in_scores
             if not entry.needs_first:
                 return False
 
 
 _LEAF = "torch::autograd::AccumulateGrad"
-
-
-class _Node:
-    """See `table.Node`."""
-
-    __slots__ = ("_depth", "_saves", "raw")
-
-    def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
-        self._saves, self.raw, self._depth = saves, raw, depth
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.raw._input_metadata[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.raw._input_metadata[0].dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.raw._input_metadata[0].device
-        return device
-
-    def saved(self, name: str) -> Handle | None:
-        data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
-        data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
-        return data if isinstance(data, Handle) and data.owner is self._saves._owner else None
-
-    def edge(self, index: int) -> Handle:
-        following = self.raw.next_functions
-        node, output = following[index] if index < len(following) else (None, 0)
-        found = None if node is None else self._saves.rebuilt(node, output, self._depth + 1)
-        if found is None:
-            raise MissingError
-        return found
-
-    def scores(self) -> Handle:
-        self._saves._in_scores = True
-        try:
-            return self.edge(0)
-        finally:
-            self._saves._in_scores = False
-
-    def operand(self, name: str, index: int) -> Handle:
-        saved = self.saved(name)
-        if saved is not None:
-            return saved
-        following = self.raw.next_functions[index][0]
-        if following is not None:
-            return self.edge(index)
-        # A number is saved as a tensor without dimensions, and past every hook. Never `_saved_`: that would unpack.
-        number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
-        if not isinstance(number, torch.Tensor) or number.dim():
-            raise MissingError
-        with _disable_current_modes():  # which would be given a float where they expect a tensor
-            return Number(number.item())
-
-    def given(self, tensor: torch.Tensor) -> Handle | None:
-        return self._saves.given(tensor)
-
-    def mask(self) -> Handle | None:
-        masked = self._saves._constants.masked
-        edges = self.raw.next_functions
-        if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
-            return None
-        given = None if masked.mask is None else self._saves.given(masked.mask)
-        if given is None and masked.mask is not None:
-            return None
-        return added_mask(masked, self.raw._input_metadata[0], given)
-
-    def constant(self, name: str) -> Any:
-        return self._saves._constants.seen.get(self.raw, {}).get(name)
 
 
 def _rebuilds(handle: Handle, tensor: torch.Tensor) -> bool:

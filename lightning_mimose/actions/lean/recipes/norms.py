@@ -24,20 +24,14 @@ def _layer_norm(node: Node) -> Made | None:
         return None
     shape = tuple(node.raw._saved_normalized_shape)
     weight, bias = node.saved("weight"), node.saved("bias")
-    if weight is None and bias is None:
-        return Made(
-            lambda x: torch.native_layer_norm(x, shape, None, None, eps)[0],
-            (node.saved("input"),),
-            NORM,
-            gives_away=True,
-        )
-    if weight is None or bias is None:
-        return Made(
-            lambda x, w: torch.native_layer_norm(x, shape, w, None, eps)[0], (node.saved("input"), weight), NORM
-        )
-    return Made(
-        lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], (node.saved("input"), weight, bias), NORM
-    )
+    given = tuple(each for each in (weight, bias) if each is not None)
+    if bias is not None and weight is None:
+        return None
+
+    def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+
+    return Made(norm, (node.saved("input"), *given), NORM, gives_away=True)
 
 
 @recipe("NativeGroupNormBackward0")

@@ -1,0 +1,175 @@
+"""A fit: every column of a step's structure as a polynomial in the dimensions that vary, checked on sizes left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
+from lightning_mimose.predict.structure import Structure
+
+LEAN_ERROR = 1e-3
+"""Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
+EXACT_ERROR = 1e-4
+"""An error of this share is rounding: the basis is the right one."""
+LEVERAGE = 1e-6
+"""A size that leaves less than this of itself to the others in a fit (it is far from all of them) is fitted without."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A polynomial of every column, and what is known about how far it holds.
+
+    Attributes:
+        basis: Its features.
+        coefficients: Shape (features, columns).
+        error: The largest error of predicting one size from the others, as a share of the size's peak.
+        sizes: How many it was made from.
+        low: The least value of every dimension.
+        high: The greatest.
+        doubtful: Grades of lean saves whose peaks it does not follow.
+        relations: How dimensions follow from others.
+    """
+
+    basis: Basis
+    coefficients: NDArray[np.float64]
+    error: float
+    sizes: int
+    low: Mapping[str, int]
+    high: Mapping[str, int]
+    doubtful: frozenset[str]
+    relations: tuple[Relation, ...]
+
+    def covers(self, dims: Mapping[str, int]) -> bool:
+        """Whether all that differs from what the fit has seen is a dimension that varied there, in the same way."""
+        return (
+            self.low.keys() == dims.keys()
+            and all(self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items())
+            and all(relation.holds(dims) for relation in self.relations)
+        )
+
+
+def best_fit(
+    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> Fit:
+    """The simplest basis that predicts every size from the others, or else the one that does so best."""
+    dims, relations = varying_dims(sizes)
+    candidates = bases(dims, sizes)
+    best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
+    for candidate in candidates:
+        design = np.array([candidate.features(size) for size in sizes])
+        check = _left_out(design, values, truth, structure, resident_bytes)
+        if check.error < best.error:
+            best, basis = check, candidate
+        if check.error <= EXACT_ERROR:
+            break
+    design = np.array([basis.features(size) for size in sizes])
+    names = sizes[0].keys()
+    return Fit(
+        basis,
+        _solve(design, values),
+        best.error,
+        len(sizes),
+        {name: min(size[name] for size in sizes) for name in names},
+        {name: max(size[name] for size in sizes) for name in names},
+        _doubtful(best, values, truth, structure, resident_bytes),
+        relations,
+    )
+
+
+class _Check(NamedTuple):
+    """What came of predicting sizes from the others.
+
+    Attributes:
+        error: The largest error, as a share of the size's peak.
+        checked: Indices of the sizes that could be predicted.
+        predicted: Shape (checked, columns).
+    """
+
+    error: float
+    checked: Sequence[int]
+    predicted: NDArray[np.float64]
+
+
+_UNCHECKED = _Check(float("inf"), (), np.zeros((0, 0)))
+
+
+def _left_out(
+    design: NDArray[np.float64],
+    values: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+) -> _Check:
+    """Predict each size from the others; `truth` is the summary of the values."""
+    # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
+    # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+    features = design.shape[1]
+    if len(design) < features + (1 if features == 2 else 2):
+        return _UNCHECKED
+    distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
+    if (len(distinct) < features + 2 and not few) or np.linalg.matrix_rank(distinct) < features:
+        return _UNCHECKED
+    # What a fit without some rows misses them by follows from the fit with them (its hat matrix), so one is enough.
+    orthogonal = np.linalg.qr(design)[0]
+    hat = orthogonal @ orthogonal.T
+    residuals = values - orthogonal @ (orthogonal.T @ values)
+    checked, missing = [], []
+    for left_out in range(len(distinct)):
+        held, rest = np.flatnonzero(group == left_out), group != left_out
+        if np.linalg.matrix_rank(design[rest]) < features:
+            continue
+        checked.extend(held.tolist())
+        free = np.eye(len(held)) - hat[np.ix_(held, held)]
+        if np.linalg.eigvalsh(free)[0] > LEVERAGE:
+            missing.append(np.linalg.solve(free, residuals[held]))
+        else:
+            coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
+            missing.append(values[held] - design[held] @ coefficients)
+    if len(missing) < 2:
+        return _UNCHECKED
+    predicted = values[checked] - np.concatenate(missing)
+    missed = np.abs(structure.summary(predicted) - truth[checked])
+    whole = truth[checked, :1] + resident_bytes
+    error = float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
+    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
+    believed = (len(checked) == len(design) and not few) or error < EXACT_ERROR
+    return _Check(error, checked, predicted) if believed else _UNCHECKED
+
+
+def _doubtful(
+    check: _Check,
+    values: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+) -> frozenset[str]:
+    """Grades of lean saves whose peaks were missed by more than the rest; only of the fit chosen: it takes long."""
+    if not structure.grades or not check.checked:
+        return frozenset(structure.grades)
+    rows = check.checked
+    missed = np.abs(structure.lean_peaks(check.predicted) - structure.lean_peaks(values[rows]))
+    errors = (missed / (truth[rows, :1] + resident_bytes)).max(axis=0)
+    return frozenset(g for g, e in zip(structure.grades, errors, strict=True) if e > max(LEAN_ERROR, check.error))
+
+
+def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
+    free: NDArray[Any] = np.linalg.lstsq(design, values, rcond=None)[0]
+    scale = np.abs(values).max(axis=0)
+    negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0))
+    if negative.size:
+        # What scikit-learn's LinearRegression(positive=True) calls: that one takes a quarter of a second to import, and
+        # five times as long, in the middle of training. Units that are alike have columns that are equal.
+        targets, which = np.unique(values[:, negative], axis=1, return_inverse=True)
+        bound = np.array([nnls(design, target)[0] for target in targets.T]).T[:, which.reshape(-1)]
+        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > 1e-4 * scale[negative]
+        free[:, negative] = np.where(worse, free[:, negative], bound)
+    return free
