@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.meter import Interval, Meter, make_meter
 from lightning_mimose.measure.mode import ThreadedMode
@@ -93,6 +94,7 @@ class StepRecorder:
         self._flops_before: dict[str, tuple[int, int]] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
+        self._casts = CachedCasts(self._cache_ended)
         self._thread = 0
         self._missed = False
         self._retained = False
@@ -123,6 +125,10 @@ class StepRecorder:
                 if tensor.layout == torch.strided:
                     self._saved_between.add(self._identify(tensor.untyped_storage()))
         self.mark("step", "backward")
+
+    def _cache_ended(self) -> None:
+        if not self._over and self._meter is not None and self._replay is None:
+            self.mark("step", "uncached")
 
     def mark(self, owner: str, name: str) -> int:
         """Open an interval; returns its index."""
@@ -410,9 +416,15 @@ class Region:
         self._recorder = weakref.ref(recorder)
         self._call, self._survey = call, survey
 
-    def forward_run(self) -> AbstractContextManager[None]:
-        """`StepRecorder.enter` has opened the call; only a survey wants to see it."""
-        return self._survey.forward_run() if self._survey is not None else nullcontext()
+    @contextmanager
+    def forward_run(self) -> Iterator[None]:
+        """`StepRecorder.enter` has opened the call; a survey wants to see it, and autocast may."""
+        recorder = self._recorder()
+        with (
+            self._survey.forward_run() if self._survey is not None else nullcontext(),
+            recorder._casts.watched(recorder._stack) if recorder is not None else nullcontext(),
+        ):
+            yield
 
     @contextmanager
     def recompute_run(self) -> Iterator[None]:

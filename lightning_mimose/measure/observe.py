@@ -61,7 +61,8 @@ def observe(
     region_of = {id(call): _region(call) for call in trace.calls}
     saved, held = _saved_bytes(trace.calls, region_of)
     regions = [call for call in trace.calls if call is region_of[id(call)] and "again" in call.marks]
-    dropped = _dropped_per_interval(regions, saved, len(trace.marks))
+    cached_until = {id(call): _cached_until(trace, call) for call in trace.calls}
+    dropped = _dropped_per_interval(regions, saved, cached_until, len(trace.marks))
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -105,6 +106,8 @@ def observe(
             returned=columns.add(call.returned_bytes),
             entry=entry,
             lean=lean,
+            cached=columns.add(call.cached_bytes) if cached_until[id(call)] else -1,
+            cached_until=cached_until[id(call)],
         )
     spared = {
         id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
@@ -180,6 +183,7 @@ def observe(
                 work=columns.add(each[grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[number]),
                 items=items[number],
+                cached=columns.add(each[grade].cached_bytes) if cached_until[number] else -1,
             )
             for number, each in spared.items()
             for grade, action in enumerate(grades)
@@ -233,12 +237,24 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[d
     return freed, elsewhere
 
 
-def _dropped_per_interval(regions: list[Call], saved: dict[int, int], count: int) -> NDArray[np.int64]:
+def _dropped_per_interval(
+    regions: list[Call], saved: dict[int, int], cached_until: dict[int, int], count: int
+) -> NDArray[np.int64]:
     """Bytes that would be alive besides at each mark had every region been kept."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
-        dropped[call.marks["out"] : call.marks["again"]] += saved[id(call)]
+        out, again = call.marks["out"], call.marks["again"]
+        dropped[out:again] += saved[id(call)]
+        dropped[out : min(again, cached_until[id(call)])] -= min(call.cached_bytes, saved[id(call)])
     return dropped
+
+
+def _cached_until(trace: StepTrace, call: Call) -> int:
+    """The mark from which on autocast's cache holds no more of what a call saved; 0 if it never held anything."""
+    if not call.cached_bytes or "out" not in call.marks:
+        return 0
+    after = range(call.marks["out"], len(trace.marks))
+    return next((i for i in after if (trace.marks[i].owner, trace.marks[i].name) == ("step", "uncached")), 0)
 
 
 def _loose(

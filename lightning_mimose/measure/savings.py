@@ -14,11 +14,13 @@ class Savings:
 
     Attributes:
         gain_bytes: What is spared between forward and backward.
+        cached_bytes: Of that, what autocast's cache holds while it lasts.
         work: What rebuilding costs, in floating-point operations.
         peak_bytes: Index of a mark in the region's recomputation or backward -> peak of its interval.
     """
 
     gain_bytes: int
+    cached_bytes: int
     work: float
     peak_bytes: dict[int, int]
 
@@ -74,6 +76,7 @@ def _of_grade(
             peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
     return Savings(
         sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take),
+        sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take and item.is_cached),
         sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
         peaks,
     )

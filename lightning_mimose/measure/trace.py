@@ -18,6 +18,7 @@ class Call:
         action: What the unit did.
         inputs: Storage id -> bytes of the tensors it was given.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
+        cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         outputs: Storage ids of what it returned while everything was kept, in order.
         returned: Storage ids of what it returned in forward, in order.
         returned_bytes: Bytes of these.
@@ -35,6 +36,7 @@ class Call:
     action: str
     inputs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
+    cached_bytes: int = 0
     outputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     returned_bytes: int = 0
@@ -71,6 +73,7 @@ class LeanItem:
         work: What rebuilding it costs, in floating-point operations.
         temporary_bytes: What lives besides while it is rebuilt.
         also: Items that are rebuilt on the way, and stay until they are used themselves.
+        is_cached: Whether autocast's cache holds it too, while that lasts.
     """
 
     storage: int
@@ -79,6 +82,7 @@ class LeanItem:
     work: float
     temporary_bytes: int = 0
     also: tuple[int, ...] = ()
+    is_cached: bool = False
 
 
 DIES, IS_USED = "dies", "is used"

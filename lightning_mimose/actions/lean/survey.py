@@ -24,6 +24,7 @@ from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
+from lightning_mimose.measure.casts import may_be_cached
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
 
 
@@ -34,6 +35,7 @@ class _Found:
         self.number, self.nbytes = number, nbytes
         self.handle: Handle | None = None
         self.kept = False
+        self.is_cached = False
         self.alive: set[int] = set()
         self.watches: list[weakref.ref[torch.Tensor]] = []
 
@@ -141,6 +143,7 @@ class LeanSurvey:
         else:
             index = self._found.index(found)
         found.kept |= isinstance(saved.handle, Kept)
+        found.is_cached |= may_be_cached(saved.tensor)
         self._latest = found
         if not found.kept and id(saved.tensor) not in found.alive:
             key = id(saved.tensor)
@@ -161,7 +164,9 @@ class LeanSurvey:
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
         temporary, work = _rebuilding(handle, own, also)
-        return LeanItem(found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)))
+        return LeanItem(
+            found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)), found.is_cached
+        )
 
     def _is_used(self, number: int) -> None:
         """Backward asks for something that was saved."""

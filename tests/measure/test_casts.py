@@ -1,0 +1,106 @@
+"""Casts of weights in autocast's cache: counted once, and spared by nobody as long as the cache lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_mimose import Mimose
+from lightning_mimose.measure.casts import may_be_cached
+from tests.helpers.meter import PeakMeter
+
+
+class Block(nn.Module):
+    """Weights that take more than what a short batch saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Large tensors before and after the cache ends."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(batch)
+        wide = functional.gelu(torch.cat([out] * 3, -1)).mean()
+    return wide + functional.gelu(torch.cat([out.float()] * 2, -1)).mean()
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """The same four sizes again and again."""
+    torch.manual_seed(0)
+    for length in (64, 128, 96, 160) * 5:
+        yield torch.randn(4, length, 128)
+
+
+def trained(model: nn.Module, mimose: Mimose | None = None) -> list[float]:
+    """Predicted to measured peaks of planned steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if mimose is None:
+        for batch in batches():
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return []
+    ratios = []
+    for batch in batches():
+        with PeakMeter(model, None) as meter:
+            mimose.step(batch)
+        predicted = mimose.records[-1].predicted_peak_bytes
+        if predicted is not None:
+            ratios.append(predicted / (meter.peak_bytes + batch.nbytes))
+    return ratios
+
+
+@pytest.mark.parametrize("action", ["keep", "recompute", "lean", "recompute+lean"])
+def test_a_plain_loop_under_autocast_is_predicted(action: str) -> None:
+    """Whether units keep, recompute or rebuild what they saved, and with the bits of the plain run."""
+    torch.manual_seed(0)
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    trained(plain)
+    chosen = {} if action == "keep" else {"layers.1": action, "layers.2": action}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Mimose(
+        model, budget="1GB", optimizer=optimizer, loss_fn=loss, planner=lambda timeline, budget: chosen
+    ) as mimose:
+        ratios = trained(model, mimose)
+    assert len(ratios) >= 10
+    assert all(0.999 <= ratio <= 1.001 for ratio in ratios)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_may_be_cached() -> None:
+    """Casts of weights while autocast keeps them, and nothing else."""
+    weight, found = nn.Parameter(torch.ones(4, 4)), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(may_be_cached(tensor))
+        return tensor.detach()
+
+    x = torch.ones(2, 4, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for cache in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                x @ weight
+    assert found == [True, False, False, False]  # the weight, what it is multiplied with; nothing without a cache
