@@ -64,7 +64,7 @@ class Estimator:
         self._enough = 0
         self._measured_since: set[tuple[tuple[str, int], ...]] = set()
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
-        self._fits: dict[tuple[Structure, int | None], Fit | None] = {}
+        self._fits: dict[tuple[Structure, int | None, tuple[str, ...]], Fit | None] = {}
         self._latest: Structure | None = None
         self._shorter = 0
         self._shorter_path: Structure | None = None
@@ -106,9 +106,10 @@ class Estimator:
             del self._observed[next(s for s in self._observed if s != structure)]
         if len(known) > MAX_OBSERVATIONS:
             # Oldest first, but never the extremes of a dimension, which span the range that is trusted.
-            ranges = [[known_key[i][1] for known_key in known] for i in range(len(key))]
+            alike = [other for other in known if _names(other) == _names(key)]
+            ranges = [[other[i][1] for other in alike] for i in range(len(key))]
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
-            inner = (k for k in known if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
+            inner = (k for k in alike if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, next(iter(known))))
         # The very object that is a key: comparing two equal ones takes milliseconds.
         self._latest, self._rate = next(s for s in self._observed if s == structure), None
@@ -142,7 +143,7 @@ class Estimator:
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
-            fit = self._fit(structure, batch)
+            fit = self._fit(structure, batch, _names(key))
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
@@ -162,21 +163,28 @@ class Estimator:
 
     @property
     def relations(self) -> tuple[Relation, ...]:
-        """What followed from what in all sizes of the latest path."""
-        fit = self._fit(self._latest, None) if self._latest is not None else None
+        """What followed from what in all sizes of the latest path that have the latest one's dimensions."""
+        if self._latest is None:
+            return ()
+        fit = self._fit(self._latest, None, _names(next(reversed(self._observed[self._latest]))))
         return () if fit is None else fit.relations
 
-    def _selected(self, structure: Structure, batch: int | None) -> list[tuple[tuple[str, int], ...]]:
-        return [key for key in self._observed[structure] if batch is None or dict(key).get("batch") == batch]
+    def _fit(self, structure: Structure, batch: int | None, names: tuple[str, ...]) -> Fit | None:
+        """The fit over all sizes, or over those of one batch size (a shorter last batch must not disturb them).
 
-    def _fit(self, structure: Structure, batch: int | None) -> Fit | None:
-        """The fit over all sizes, or over those of one batch size (a shorter last batch must not disturb them)."""
-        known = self._observed[structure]
-        keys = self._selected(structure, batch)
-        slot = (structure, None if len(keys) == len(known) else batch)  # one fit where there is but one batch size
+        Only of sizes with these dimensions: a batch without a mask, or of another task, may make the same calls.
+        """
+        known = [key for key in self._observed[structure] if _names(key) == names]
+        keys = [key for key in known if batch is None or dict(key).get("batch") == batch]
+        slot = (structure, None if len(keys) == len(known) else batch, names)  # one where there is but one batch size
         if slot not in self._fits:
             self._fits[slot] = (
-                best_fit([dict(k) for k in keys], np.array([known[k] for k in keys]), structure, self.resident_bytes)
+                best_fit(
+                    [dict(k) for k in keys],
+                    np.array([self._observed[structure][k] for k in keys]),
+                    structure,
+                    self.resident_bytes,
+                )
                 if keys
                 else None
             )
@@ -230,6 +238,10 @@ class Estimator:
             structure = _structure(entry["structure"])
             for key, values in entry["sizes"]:
                 self.add({name: int(value) for name, value in key}, structure, np.array(values, dtype=np.float64))
+
+
+def _names(key: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    return tuple(name for name, _ in key)
 
 
 def _structure(data: Mapping[str, Any]) -> Structure:

@@ -364,3 +364,27 @@ def test_after_a_wrong_prediction_one_size_alone_is_trusted_when_it_was_measured
     assert not predicted(estimator, {"batch": 4, "ids:1": 20}).trusted
     estimator.distrust()
     assert not predicted(estimator, sizes[0]).trusted
+
+
+def test_batches_with_other_dimensions_are_fitted_apart() -> None:
+    """A mask that not every batch has, another task's input: the step makes the same calls."""
+    plain, masked, other = law(), law(1), law(2)
+    estimator = Estimator()
+    for n in (8, 16, 24, 40, 48):
+        size = {"batch": 4, "ids:1": n}
+        for dims, values in ((size, plain), ({**size, "mask:1": n}, masked), ({"batch": 4, "image:1": n}, other)):
+            estimator.add(dims, structure(), values(size))
+    size = {"batch": 4, "ids:1": 32}
+    for dims, values in ((size, plain), ({**size, "mask:1": 32}, masked), ({"batch": 4, "image:1": 32}, other)):
+        found = predicted(estimator, dims)
+        assert found.trusted
+        np.testing.assert_allclose(found.values, values(size), rtol=1e-6)
+    for n in range(50, 150):  # more than are kept
+        estimator.add(
+            {"batch": 4, "ids:1": n} if n % 2 else {"image:1": n}, structure(), plain({"batch": 4, "ids:1": n})
+        )
+    assert predicted(estimator, {"batch": 4, "ids:1": 64}).trusted
+    assert [
+        relation.name
+        for relation in learnt([{"x:1": n, "y:1": n, "batch": 2} for n in (3, 5)], lambda _: plain(size)).relations
+    ]
