@@ -62,6 +62,8 @@ class Advisor(Forecast):
         self._divisible: frozenset[str] = frozenset()
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
+        self.shelter_only: set[BatchSize] = set()
+        """Sizes for which a plan leaner than the shelter was tried, and broke the budget."""
         self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actions: dict[int, tuple[Plan, dict[str, str]]] = {}
@@ -92,7 +94,10 @@ class Advisor(Forecast):
             if prediction is None:
                 return Advice(None, None, False)
             if not prediction.trusted:
-                return Advice(self._beyond_shelter(self._timeline(prediction, resident)), None, False)
+                beyond = None
+                if size not in self.shelter_only:
+                    beyond = self._beyond_shelter(self._timeline(prediction, resident))
+                return Advice(beyond, None, False)
             self._announce()
             timeline = self._timeline(prediction, resident)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)

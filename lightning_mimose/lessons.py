@@ -126,7 +126,9 @@ class Lessons:
             whole = max(peak, step.resident.update_bytes)
             advisor.verify(step.size, step.resident, plan, predicted, whole)
             self.verified += 1
-        if predicted is not None and predicted <= budget < peak and not self._warned:
+        if plan is not None and predicted is None and budget < peak:  # leaner than the shelter, as it seemed
+            advisor.shelter_only.add(step.size)
+        if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "

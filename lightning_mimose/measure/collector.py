@@ -95,6 +95,7 @@ class StepRecorder:
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
         self._casts = CachedCasts(self._cache_ended)
+        self._regions: list[weakref.ref[Region]] = []
         self._thread = 0
         self._missed = False
         self._retained = False
@@ -258,8 +259,15 @@ class StepRecorder:
         call = self.enter(unit, "recompute", args, kwargs)
         region = Region(self, call, survey)
         assert self._meter is not None
+        recorder = weakref.ref(self)
+
+        def drops(_: Any) -> None:
+            live = recorder()
+            if live is not None and not live._over:
+                call.marks["dropped"] = len(live._marks) - 1
+
+        self._regions.append(weakref.ref(region, drops))
         if survey is not None:
-            recorder = weakref.ref(self)
 
             def happens(what: str, item: int) -> None:
                 live = recorder()

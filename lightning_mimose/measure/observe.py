@@ -61,8 +61,14 @@ def observe(
     region_of = {id(call): _region(call) for call in trace.calls}
     saved, held = _saved_bytes(trace.calls, region_of)
     regions = [call for call in trace.calls if call is region_of[id(call)] and "again" in call.marks]
+    without = [call for call in trace.calls if call is region_of[id(call)] and call.action == "recompute"]
+    without = [call for call in without if "again" not in call.marks and "out" in call.marks]
+    endless = {id(call) for call in without}
+    saved.update({id(call): _as_others(call, regions, saved) for call in without})
     cached_until = {id(call): _cached_until(trace, call) for call in trace.calls}
     dropped = _dropped_per_interval(regions, saved, cached_until, len(trace.marks))
+    for call in without:
+        dropped[call.marks["out"] : call.marks.get("dropped", NEVER) + 1] += saved[id(call)]
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -108,6 +114,7 @@ def observe(
             lean=lean,
             cached=columns.add(call.cached_bytes) if cached_until[id(call)] else -1,
             cached_until=cached_until[id(call)],
+            kept_until=call.marks.get("dropped", NEVER) + 1 if id(call) in endless else 0,
         )
     spared = {
         id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
@@ -247,6 +254,12 @@ def _dropped_per_interval(
         dropped[out:again] += saved[id(call)]
         dropped[out : min(again, cached_until[id(call)])] -= min(call.cached_bytes, saved[id(call)])
     return dropped
+
+
+def _as_others(call: Call, regions: list[Call], saved: dict[int, int]) -> int:
+    """What a call saves that was never recomputed, for its result was dropped: as much as its unit's other calls."""
+    others = [other for other in regions if other.unit == call.unit and other.returned_bytes]
+    return max((saved[id(o)] * call.returned_bytes // o.returned_bytes for o in others), default=0)
 
 
 def _cached_until(trace: StepTrace, call: Call) -> int:

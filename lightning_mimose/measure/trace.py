@@ -23,7 +23,8 @@ class Call:
         returned: Storage ids of what it returned in forward, in order.
         returned_bytes: Bytes of these.
         held: Those of `returned` that somebody else holds when the backward pass begins.
-        marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval.
+        marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
+            interval in which the graph of a region went.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
         besides: What it does besides them, in operations that take as long, see `flops`.
         seconds: Duration of its recomputation.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.structure import NEVER, Resident, Structure
+from lightning_mimose.predict.structure import Resident, Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 
@@ -116,11 +116,10 @@ class Rows:
         self.operations: list[float] = np.where(flops > 0, flops / np.where(whole > 0, whole, 1.0), 1.0).tolist()
         # Bytes between forward and backward that only a unit keeps, where it can and need be planned.
         freed = np.rint(np.bincount(unit_of, saved, count)).astype(np.int64)
-        endless = {call.unit for call in structure.calls if call.backward_time == NEVER}
         self.freed = {
             unit: saved_bytes
             for unit, saved_bytes in zip(structure.units, freed.tolist(), strict=True)
-            if saved_bytes >= self.minimum_bytes and unit not in self.left_out and unit not in endless
+            if saved_bytes >= self.minimum_bytes and unit not in self.left_out
         }
 
     def timeline(self, inputs_die: bool) -> Timeline:
@@ -186,7 +185,7 @@ class Rows:
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:
                 for option in options_of.get(index, ()):
-                    until = structure.calls[index].backward_time
+                    until = structure.calls[index].end_time
                     holders.setdefault(option, counted & (when <= until))
             if holders:
                 shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))

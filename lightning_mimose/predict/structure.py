@@ -65,6 +65,7 @@ class CallShape:
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
         cached: Column of the bytes of what it saves that autocast's cache holds too, -1 if there are none.
         cached_until: When that cache ends.
+        kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0.
     """
 
     key: str
@@ -85,6 +86,12 @@ class CallShape:
     lean: int = -1
     cached: int = -1
     cached_until: int = 0
+    kept_until: int = 0
+
+    @property
+    def end_time(self) -> int:
+        """When what it saves is gone or due."""
+        return self.kept_until or self.backward_time
 
 
 @dataclass(frozen=True)
@@ -267,7 +274,7 @@ class Structure:
         """Shape (calls, positions): whether what a call saves is alive at a position of backward or forward."""
         times = self.times
         out = np.array([c.out_time for c in self.calls]).reshape(-1, 1)
-        backward = np.array([c.backward_time for c in self.calls]).reshape(-1, 1)
+        backward = np.array([c.end_time for c in self.calls]).reshape(-1, 1)
         alive: NDArray[np.bool_] = (out <= times) & (times < backward)
         return alive
 
