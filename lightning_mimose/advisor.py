@@ -18,11 +18,12 @@ from lightning_mimose.actions.menu import RECOMPUTE_LEAN
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.advice import RESERVE_SHARE, Advice, Holds
 from lightning_mimose.agreement import Choices, Judgement
-from lightning_mimose.budget import format_bytes
+from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.forecast import Forecast
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
+from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -287,14 +288,15 @@ class Advisor(Forecast):
 
     # --- asking -----------------------------------------------------------------------------------------------
 
-    def plan(self, batch_or_size: Any, budget_bytes: int | None = None) -> Plan:
-        """The plan that a batch, or named dimensions, would get.
+    def plan(self, batch_or_size: Any, budget: str | int | float | None = None) -> Plan:
+        """The plan that a batch, or named dimensions, would get: the shelter's where the actions asked for do not do.
 
         Raises:
             BudgetInfeasibleError: No plan fits.
+            BudgetError: The budget cannot be read, or is a share of a device.
             MimoseError: Nothing is known about this size yet.
         """
-        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        budget = self.budget_bytes if budget is None else budget_in_bytes(budget)
         size = self.size_of(batch_or_size)
         timeline, prediction = self._timeline_of(size)
         margin = self._margin_bytes(prediction, timeline, budget)
@@ -302,6 +304,8 @@ class Advisor(Forecast):
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)
+        if least <= budget:
+            return self.shelter_plan(timeline)
         raise BudgetInfeasibleError(
             f"No plan keeps {batch_or_size if is_size(batch_or_size) else 'this batch'} inside {budget:,} bytes "
             f"({format_bytes(budget)}). Give at least {least:,} bytes ({format_bytes(least)}).",
@@ -309,6 +313,10 @@ class Advisor(Forecast):
             resident_bytes=self.resident.total_bytes,
             smallest_feasible_bytes=least,
         )
+
+    def shelter_plan(self, timeline: Timeline) -> Plan:
+        """What a sheltered step does, as a plan."""
+        return plan_of(timeline, timeline.chosen(self._sheltered(timeline)))
 
     def holds(self, size: BatchSize, resident: Resident, actions: Mapping[str, str]) -> Holds | None:
         """Where memory goes at the peak of a batch's step; None before anything is known about its size."""

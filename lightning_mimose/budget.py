@@ -118,6 +118,22 @@ def parse_budget(value: str | int | float) -> Budget:
     raise BudgetError(f"The budget {value!r} is a {type(value).__name__}. Give {_FORMS}.")
 
 
+def budget_in_bytes(value: str | int | float) -> int:
+    """Read a budget where no device is at hand, so that it can be no share of one.
+
+    Raises:
+        BudgetError: As `parse_budget`, or it is a share of a device.
+
+    Example:
+        >>> budget_in_bytes("8GB")
+        8000000000
+    """
+    budget = parse_budget(value)
+    if budget.kind != "bytes":
+        raise BudgetError(f'The budget {value!r} depends on the device. Give bytes here, as a number or as "8GB".')
+    return int(budget.amount)
+
+
 def _parse_text(spec: str) -> Budget:
     text = spec.strip()
     if text.lower() == "auto":

@@ -103,9 +103,6 @@ def explain(knowledge: Knowledge, asked: Sequence[Size], budgets: Sequence[str])
         full = _full_seconds(timeline)
         step_seconds = knowledge.reference_seconds * (full / here if here else 1.0)
         least = advisor.sure_bytes(timeline)
-        sheltered = {
-            unit: action for unit, action in advisor.shelter.items() if (unit, action) in timeline.option_index
-        }
         ask = _Asker(knowledge, batch, least, 1.0 / (_STEP_OF_FORWARD * full) if full else 0.0, step_seconds)
         answers.append(
             Answer(
@@ -115,9 +112,8 @@ def explain(knowledge: Knowledge, asked: Sequence[Size], budgets: Sequence[str])
                 step_seconds=step_seconds,
                 expected_error=float(prediction.error),
                 trusted=bool(prediction.trusted),
-                smallest=ask.cost("smallest", least)
-                or ask.of("smallest", least, least, timeline.added_seconds(sheltered), sheltered),
-                budgets=tuple(ask.cost(budget, amount) or ask.nothing(budget, amount) for budget, amount in amounts),
+                smallest=ask.cost("smallest", least),
+                budgets=tuple(ask.cost(budget, amount) for budget, amount in amounts),
             )
         )
     return answers
@@ -133,7 +129,7 @@ class _Asker:
     share_per_second: float
     step_seconds: float
 
-    def cost(self, budget: str, amount: int) -> Cost | None:
+    def cost(self, budget: str, amount: int) -> Cost:
         advisor = self.knowledge.advisor
         timeline, prediction = advisor.timeline(self.batch)
         plan: Plan | None
@@ -141,37 +137,33 @@ class _Asker:
             try:
                 plan = advisor.plan(self.batch, amount)
             except BudgetInfeasibleError:
-                return None
+                plan = None
         else:
             # The margin a run would keep is as uncertain as the prediction, and would hide what is expected.
             plan = advisor.planner.scheduler.plan(advisor.menu(timeline), amount)
+            if plan is None and amount >= self.least:
+                plan = advisor.shelter_plan(timeline)
         if plan is None:
-            return None
-        return self.of(budget, amount, plan.predicted_peak_bytes, plan.added_seconds, dict(plan))
-
-    def of(self, budget: str, amount: int, peak: int, added_seconds: float, actions: dict[str, str]) -> Cost:
+            return Cost(budget, amount, False, False, 0, 0, 0, 0, self.least, 0.0, 0.0, {})
+        actions = dict(plan)
         lean, recomputed, split, offloaded = [
             sum(action.startswith(kind) for action in actions.values()) for kind in _KINDS
         ]
-        share = added_seconds * self.share_per_second
-        sure = amount >= self.least
+        share = plan.added_seconds * self.share_per_second
         return Cost(
             budget,
             amount,
             True,
-            sure,
+            amount >= self.least,
             lean,
             recomputed,
             split,
             offloaded,
-            peak,
+            plan.predicted_peak_bytes,
             share,
             share * self.step_seconds,
             actions,
         )
-
-    def nothing(self, budget: str, amount: int) -> Cost:
-        return Cost(budget, amount, False, False, 0, 0, 0, 0, self.least, 0.0, 0.0, {})
 
 
 def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Iterator[Table]:

@@ -195,8 +195,11 @@ class Forecast:
         return with_reserve(self._shelter_bytes(timeline))
 
     def _shelter_bytes(self, timeline: Timeline) -> int:
+        return timeline.peak_bytes(self._sheltered(timeline))
+
+    def _sheltered(self, timeline: Timeline) -> dict[str, str]:
         known = timeline.option_index
-        return timeline.peak_bytes({unit: a for unit, a in self.shelter.items() if (unit, a) in known})
+        return {unit: action for unit, action in self.shelter.items() if (unit, action) in known}
 
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
         """`sure_bytes` of a batch, or of named dimensions."""

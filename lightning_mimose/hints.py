@@ -54,6 +54,26 @@ def _works_in_groups(group: dict[str, object]) -> bool:
     return bool(foreach)
 
 
+def size_hint(steps: int, varying: Sequence[str]) -> str | None:
+    """What to do about sizes in so many dimensions that they are hardly ever known.
+
+    Args:
+        steps: How many ran sheltered.
+        varying: The dimensions that vary.
+
+    Returns:
+        Advice; None where they are two at most: more sizes will do.
+    """
+    if len(varying) <= 2:
+        return None
+    named = ", ".join(varying[:4]) + (", ..." if len(varying) > 4 else "")
+    return (
+        f"{steps} steps ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is hardly "
+        "ever known for all of them together. If few numbers decide (the longest, the largest, the total), name those: "
+        "size_fn=lambda batch: {'longest': ...}."
+    )
+
+
 def attention_hint(model: nn.Module, structure: Structure, values: NDArray[np.float64]) -> str | None:
     """What to do about attention that keeps its probabilities because it was asked to be eager.
 

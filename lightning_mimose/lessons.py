@@ -11,7 +11,7 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.advice import with_reserve
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
-from lightning_mimose.hints import attention_hint, update_hint
+from lightning_mimose.hints import attention_hint, size_hint, update_hint
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
@@ -21,6 +21,9 @@ from lightning_mimose.step import Step
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
+
+SHELTERED_STEPS = 60
+"""Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
 
 class Lessons:
@@ -50,7 +53,7 @@ class Lessons:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
         self._warned = self._unreached = self._told_retained = False
-        self._unmeasured = 0
+        self._unmeasured = self._learnt = 0
         self.verified = 0
 
     def of_backward(self, step: Step) -> None:
@@ -154,6 +157,11 @@ class Lessons:
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
+            self._learnt += 1
+            if self._learnt % SHELTERED_STEPS == 0:
+                self._hint("size", size_hint(self._learnt, self._advisor.tracker.varying))
+                if self._learnt == SHELTERED_STEPS and "size" in self._advisor.hints:
+                    warnings.warn(self._advisor.hints["size"], stacklevel=5)
         elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
             self._unreached = True
             warnings.warn(

@@ -166,8 +166,8 @@ class Mimose:
                 return
         model.zero_grad(set_to_none=True)
 
-    def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
-        """The plan that a batch (or named dimensions) would get, under this budget or another one in bytes."""
+    def plan(self, batch_or_size: Any, budget: str | int | float | None = None) -> Plan:
+        """The plan that a batch (or named dimensions) would get, under this budget or another, in bytes or as "8GB"."""
         return self._advisor.plan(batch_or_size, budget)
 
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:

@@ -93,3 +93,10 @@ def test_no_tensor(batch: Any) -> None:
     with pytest.raises(SizeError, match="size_fn") as caught:
         raw_dims(batch)
     assert type(batch).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [{"batch": -4, "x:1": 8}, {"batch": 4.0}])
+def test_sizes_that_are_none(size: dict[str, Any]) -> None:
+    """Numbers, but no sizes."""
+    with pytest.raises(SizeError, match="whole numbers, of at least 0"):
+        raw_dims(size)

@@ -43,3 +43,25 @@ def test_attention_that_keeps_its_probabilities(kind: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     report = report_of(model, batches, optimizer, lambda model, batch: model(**batch).loss)
     assert any("eager" in hint for hint in report.hints) == (kind == "eager")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_sizes_in_too_many_dimensions(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told once, and in the report; not where a `size_fn` names what decides."""
+    monkeypatch.setattr("lightning_mimose.lessons.SHELTERED_STEPS", 12)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)])
+    batches = [[torch.randn(int(rows), 8) for rows in torch.randint(8, 64, (4,))] for _ in range(14)]
+    with Mimose(
+        model,
+        budget="1GB",
+        loss_fn=lambda model, batch: model(torch.cat(batch)).square().mean(),
+        size_fn=(lambda batch: sum(map(len, batch))) if named else None,
+    ) as mimose:
+        for index, batch in enumerate(batches):
+            if index == 11 and not named:
+                with pytest.warns(UserWarning, match=r"vary in 4 dimensions \(0:0, 1:0, 2:0, 3:0\)"):
+                    mimose.step(batch)
+            else:
+                mimose.step(batch)
+        assert ("size_fn=" in str(mimose.report())) != named

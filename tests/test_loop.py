@@ -814,3 +814,23 @@ def test_what_follows_from_the_dimensions_that_are_named_need_not_be() -> None:
         assert mimose.plan({"batch": 4, "x:1": 52}).predicted_peak_bytes
         with pytest.raises(MimoseError, match=r"y:1 followed from x:1, and would be 105 here: name both"):
             mimose.plan({"batch": 4, "x:1": 52, "y:1": 52})
+
+
+@pytest.mark.parametrize("actions", [["lean"], ["split"], ["offload"]])
+def test_where_the_actions_asked_for_do_not_do_a_plan_is_the_shelters(actions: list[str]) -> None:
+    """As in training; a budget may be asked for as it is written, but for a share of a device that nobody named."""
+    torch.manual_seed(0)
+    model = TinyText(4)
+    with Mimose(model, budget="1GB", optimizer=adam(model), loss_fn=model_loss, actions=actions) as mimose:
+        for length in LENGTHS:
+            mimose.step(text_batch(4, length))
+        size = {"batch": 4, "input_ids:1": 60}
+        least = mimose.smallest_feasible_bytes(size)
+        assert mimose.plan(size, least).predicted_peak_bytes <= least
+        with pytest.raises(BudgetInfeasibleError, match=f"Give at least {least:,} bytes"):
+            mimose.plan(size, least - 1)
+        assert mimose.plan(size, f"{least} B") == mimose.plan(size, least)
+        with pytest.raises(BudgetError, match="depends on the device"):
+            mimose.plan(size, 0.5)
+        with pytest.raises(BudgetError, match="could not be read"):
+            mimose.plan(size, "much")

@@ -135,12 +135,12 @@ class MimoseCallback(Callback):
         """The budget in bytes; None before the first fit."""
         return self._advisor.budget_bytes if self._advisor is not None else None
 
-    def plan(self, batch_or_size: Any, budget: int | None = None) -> Plan:
+    def plan(self, batch_or_size: Any, budget: str | int | float | None = None) -> Plan:
         """The plan that a batch, or named dimensions, would get.
 
         Args:
             batch_or_size: A batch, or a mapping such as `{"batch": 8, "input_ids:1": 512}`.
-            budget: Bytes; None for the budget in force.
+            budget: Bytes, as a number or as "8GB"; None for the budget in force.
 
         Raises:
             BudgetInfeasibleError: No plan fits.
