@@ -63,8 +63,8 @@ class Advisor(Forecast):
         self._divisible: frozenset[str] = frozenset()
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
-        self.shelter_only: set[BatchSize] = set()
-        """Sizes for which a plan leaner than the shelter was tried, and broke the budget."""
+        self._shelter_only: set[BatchSize] = set()
+        """Sizes for which a plan that was to be leaner than the shelter was not."""
         self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actions: dict[int, tuple[Plan, dict[str, str]]] = {}
@@ -96,7 +96,7 @@ class Advisor(Forecast):
                 return Advice(None, None, False)
             if not prediction.trusted:
                 beyond = None
-                if size not in self.shelter_only:
+                if size not in self._shelter_only:
                     beyond = self._beyond_shelter(self._timeline(prediction, resident))
                 return Advice(beyond, None, False)
             self._announce()
@@ -155,6 +155,17 @@ class Advisor(Forecast):
             return None
         least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
+
+    def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
+        """Learn what a plan reached that was to be leaner than the shelter."""
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None or peak_bytes > self._shelter_bytes(self._timeline(prediction, resident)):
+            self._shelter_only.add(size)
+
+    def forget(self) -> None:
+        """See `Forecast`."""
+        super().forget()
+        self._shelter_only.clear()
 
     def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice, *, split: bool = False) -> set[str]:
         """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.

@@ -52,13 +52,17 @@ def leaves_of(batch: Any) -> list[Leaf]:
     leaves: list[Leaf] = []
     _collect(batch, "", leaves, {})
     if not leaves:
-        if isinstance(batch, Mapping) and batch and all(isinstance(value, (int, float)) for value in batch.values()):
+        if isinstance(batch, Mapping) and any(map(_is_no_size, batch.values())):
             raise SizeError(f"Sizes are whole numbers, of at least 0; {dict(batch)} was given.")
         raise SizeError(
             f"There is no tensor in this batch, a {type(batch).__name__}, so its size cannot be read. Pass "
             "size_fn, a function from the batch to an int or to a mapping of names to ints such as {'tokens': 512}."
         )
     return leaves
+
+
+def _is_no_size(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and value < 0)
 
 
 def _collect(value: Any, path: str, leaves: list[Leaf], seen: dict[int, Any]) -> None:

@@ -16,6 +16,7 @@ from lightning_mimose.measure.observe import Observation
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
@@ -204,6 +205,11 @@ class Forecast:
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
         """`sure_bytes` of a batch, or of named dimensions."""
         return self.sure_bytes(self.timeline(batch_or_size)[0])
+
+    def independent_dims(self, size: BatchSize) -> tuple[str, ...]:
+        """The dimensions that vary, of those that a size has, and that follow from no others."""
+        alike = [dims for dims, _, _ in self.estimator.observations() if dims.keys() == dict(size.dims).keys()]
+        return varying_dims(alike)[0] if alike else ()
 
     # --- learning ---------------------------------------------------------------------------------------------
 

@@ -45,13 +45,11 @@ def update_hint(
 
 
 def _works_in_groups(group: dict[str, object]) -> bool:
-    if group.get("fused"):
-        return False
-    foreach = group.get("foreach", False)
-    if foreach is None:  # torch then decides by the device
+    foreach, fused = group.get("foreach", False), group.get("fused")
+    if foreach is None and fused is None:  # torch then decides by the device
         parameters = group["params"]
         return isinstance(parameters, list) and any(p.is_cuda for p in parameters)
-    return bool(foreach)
+    return bool(foreach) and not fused
 
 
 def size_hint(steps: int, varying: Sequence[str]) -> str | None:

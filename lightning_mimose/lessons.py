@@ -62,6 +62,9 @@ class Lessons:
         Raises:
             BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
+        if not step.sheltered and self._learnt:
+            self._learnt = 0
+            self._hint("size", None)
         if step.recorder is None or step.gradients is None or not step.measuring:
             return
         step.recorder.mark("step", "end")
@@ -129,14 +132,15 @@ class Lessons:
             whole = max(peak, step.resident.update_bytes)
             advisor.verify(step.size, step.resident, plan, predicted, whole)
             self.verified += 1
-        if plan is not None and predicted is None and budget < peak:  # leaner than the shelter, as it seemed
-            advisor.shelter_only.add(step.size)
+        if plan is not None and predicted is None and budget < peak:
+            advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True
+            known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
+            unknown = "the leanest plan for a size that is not known well yet."
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
-                f"budget of {format_bytes(budget)}, under a plan predicted to stay inside it. The next "
-                "batches are planned with what was missing kept free.",
+                f"budget of {format_bytes(budget)}, under {unknown if predicted is None else known}",
                 stacklevel=5,
             )
 
@@ -159,7 +163,7 @@ class Lessons:
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
-                self._hint("size", size_hint(self._learnt, self._advisor.tracker.varying))
+                self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
                 if self._learnt == SHELTERED_STEPS and "size" in self._advisor.hints:
                     warnings.warn(self._advisor.hints["size"], stacklevel=5)
         elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):

@@ -7,9 +7,9 @@ one they are no more memory: it saves the same ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,17 +27,34 @@ def may_be_cached(tensor: torch.Tensor) -> bool:
     return leaf is not None and leaf.name() == "torch::autograd::AccumulateGrad"
 
 
+class Marks(Protocol):
+    """Who keeps the time, see `collector.StepRecorder`."""
+
+    @property
+    def interval(self) -> int | None:
+        """The one that is open; None after the step, or in a recomputation."""
+
+    def mark(self, owner: str, name: str) -> int:
+        """Open an interval."""
+
+
 class CachedCasts:
     """Watches the casts that regions save in forward: those that outlive their region are in the cache.
 
+    When the cache ends all of them go at once, and a mark is made. Where they do not (an operation outside of units
+    saved one of them too) it ended when the first of them went.
+
     Args:
-        ended: Called when all of them are gone: an autocast region has ended, and with it its cache.
+        marks: Keeps the time. Not kept alive.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
+    def __init__(self, marks: Marks) -> None:
+        self._marks = weakref.ref(marks)
         self._saved: dict[int, tuple[list[Call], weakref.ref[Any], int]] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._calls: list[Call] = []
+        self._first: int | None = None
+        """The interval in which the first of those that are watched went."""
 
     @contextmanager
     def watched(self, stack: list[Call]) -> Iterator[None]:
@@ -64,6 +81,16 @@ class CachedCasts:
         finally:
             self._look()
 
+    def finish(self, end: int) -> None:
+        """The step is over: if none went, the cache lasts to its end."""
+        self._end(end if self._first is None else self._first)
+
+    def _end(self, interval: int) -> None:
+        for call in self._calls:
+            call.cached_until = interval
+        self._calls.clear()
+        self._first = None
+
     def _look(self) -> None:
         """The region's forward is over."""
         me = weakref.ref(self)
@@ -73,6 +100,7 @@ class CachedCasts:
                 continue
             for call in calls:
                 call.cached_bytes += nbytes
+            self._calls += calls
             if address not in self._alive:
 
                 def dies(_: Any, address: int = address) -> None:
@@ -85,5 +113,10 @@ class CachedCasts:
 
     def _died(self, address: int) -> None:
         self._alive.pop(address, None)
+        marks = self._marks()
+        now = None if marks is None else marks.interval
+        if marks is None or now is None:
+            return
+        self._first = now if self._first is None else self._first
         if not self._alive:
-            self._ended()
+            self._end(marks.mark("step", "uncached") if self._first == now else self._first)

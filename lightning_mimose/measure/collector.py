@@ -94,7 +94,7 @@ class StepRecorder:
         self._flops_before: dict[str, tuple[int, int]] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
-        self._casts = CachedCasts(self._cache_ended)
+        self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
         self._thread = 0
         self._missed = False
@@ -127,9 +127,10 @@ class StepRecorder:
                     self._saved_between.add(self._identify(tensor.untyped_storage()))
         self.mark("step", "backward")
 
-    def _cache_ended(self) -> None:
-        if not self._over and self._meter is not None and self._replay is None:
-            self.mark("step", "uncached")
+    @property
+    def interval(self) -> int | None:
+        """The one that is open; None after the step, or in a recomputation."""
+        return None if self._over or self._replay is not None else len(self._marks) - 1
 
     def mark(self, owner: str, name: str) -> int:
         """Open an interval; returns its index."""
@@ -158,6 +159,7 @@ class StepRecorder:
         """Stop the meter and return what was recorded."""
         assert self._meter is not None
         self._over = True
+        self._casts.finish(len(self._marks))
         pieces = self._meter.stop()
         self._ids.clear()
         self._outputs.clear()

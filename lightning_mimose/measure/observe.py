@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import numpy as np
 import torch
@@ -65,10 +66,7 @@ def observe(
     without = [call for call in without if "again" not in call.marks and "out" in call.marks]
     endless = {id(call) for call in without}
     saved.update({id(call): _as_others(call, regions, saved) for call in without})
-    cached_until = {id(call): _cached_until(trace, call) for call in trace.calls}
-    dropped = _dropped_per_interval(regions, saved, cached_until, len(trace.marks))
-    for call in without:
-        dropped[call.marks["out"] : call.marks.get("dropped", NEVER) + 1] += saved[id(call)]
+    dropped = _dropped_per_interval([*regions, *without], saved, len(trace.marks))
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -112,14 +110,15 @@ def observe(
             returned=columns.add(call.returned_bytes),
             entry=entry,
             lean=lean,
-            cached=columns.add(call.cached_bytes) if cached_until[id(call)] else -1,
-            cached_until=cached_until[id(call)],
+            cached=columns.add(call.cached_bytes) if call.cached_bytes else -1,
+            cached_until=call.cached_until,
             kept_until=call.marks.get("dropped", NEVER) + 1 if id(call) in endless else 0,
         )
     spared = {
         id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
     }
     items = {id(call): len(call.items or ()) for call in regions}
+    cached = {id(call) for call in regions if call.cached_bytes}
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -190,7 +189,7 @@ def observe(
                 work=columns.add(each[grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[number]),
                 items=items[number],
-                cached=columns.add(each[grade].cached_bytes) if cached_until[number] else -1,
+                cached=columns.add(each[grade].cached_bytes) if number in cached else -1,
             )
             for number, each in spared.items()
             for grade, action in enumerate(grades)
@@ -244,30 +243,24 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[d
     return freed, elsewhere
 
 
-def _dropped_per_interval(
-    regions: list[Call], saved: dict[int, int], cached_until: dict[int, int], count: int
-) -> NDArray[np.int64]:
+def _dropped_per_interval(regions: list[Call], saved: dict[int, int], count: int) -> NDArray[np.int64]:
     """Bytes that would be alive besides at each mark had every region been kept."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
-        out, again = call.marks["out"], call.marks["again"]
-        dropped[out:again] += saved[id(call)]
-        dropped[out : min(again, cached_until[id(call)])] -= min(call.cached_bytes, saved[id(call)])
+        out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
+        dropped[out:end] += saved[id(call)]
+        dropped[out : min(end, call.cached_until)] -= min(call.cached_bytes, saved[id(call)])
     return dropped
 
 
 def _as_others(call: Call, regions: list[Call], saved: dict[int, int]) -> int:
-    """What a call saves that was never recomputed, for its result was dropped: as much as its unit's other calls."""
+    """What a call saves that was never recomputed, for its result was dropped: as much as its unit's other calls.
+
+    A larger one is taken to save quadratically more, as attention does.
+    """
     others = [other for other in regions if other.unit == call.unit and other.returned_bytes]
-    return max((saved[id(o)] * call.returned_bytes // o.returned_bytes for o in others), default=0)
-
-
-def _cached_until(trace: StepTrace, call: Call) -> int:
-    """The mark from which on autocast's cache holds no more of what a call saved; 0 if it never held anything."""
-    if not call.cached_bytes or "out" not in call.marks:
-        return 0
-    after = range(call.marks["out"], len(trace.marks))
-    return next((i for i in after if (trace.marks[i].owner, trace.marks[i].name) == ("step", "uncached")), 0)
+    ratios = [(saved[id(other)], call.returned_bytes / other.returned_bytes) for other in others]
+    return max((ceil(bytes_ * max(ratio, ratio**2)) for bytes_, ratio in ratios), default=0)
 
 
 def _loose(

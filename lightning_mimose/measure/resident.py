@@ -109,11 +109,11 @@ class OptimizerCost:
 
 
 def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
-    """Measure what an optimizer will allocate, on two small copies of its own parameters.
+    """Measure what an optimizer will allocate, on small copies of its own parameters.
 
     The ratio of state and temporaries to parameters is measured on small tensors of the same dtype and with the
     same settings, matrices and a vector, and scaled to the real parameters that take gradients: to all of them, or,
-    where an update of more of them takes no more temporaries, to the largest and the one before it.
+    where an update of more of them takes no more temporaries, to the two largest.
 
     Limitations:
         Optimizers whose state is not proportional to the parameters (Adafactor, Shampoo) are estimated.
@@ -144,19 +144,21 @@ _SHAPES = (64, 64), (64, 64), (4096,), (64, 64), (4096,)
 def _measured(optimizer: Optimizer, trainable: Sequence[torch.Tensor]) -> tuple[float, int]:
     """State to bytes of parameters, and the bytes of an update's temporaries."""
     settings = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
-    if settings.get("foreach", 0) is None and not settings.get("fused"):  # torch would choose by the device
-        settings["foreach"] = _default_to_fused_or_foreach(list(trainable), False)[1]
+    if settings.get("foreach", 0) is None and settings.get("fused") is None:  # torch would choose by the device
+        one_by_one = isinstance(settings.get("lr"), torch.Tensor) and not settings.get("capturable")
+        chosen = _default_to_fused_or_foreach(list(trainable), settings.get("differentiable", False))[1]
+        settings["foreach"] = chosen and not one_by_one
     every = [nn.Parameter(torch.zeros(shape, dtype=trainable[0].dtype)) for shape in _SHAPES]
     state, together = _probed(optimizer, settings, every)
     few = _probed(optimizer, settings, every[:3])[1]
-    sizes = [storage_bytes([parameter]) for parameter in trainable]
+    total = storage_bytes(trainable)
     if together > 1.1 * few:  # of all of them at once
-        return state / storage_bytes(every), int(together / storage_bytes(every) * sum(sizes))
+        return state / storage_bytes(every), int(together / storage_bytes(every) * total)
     one = storage_bytes(every[:1])
     alone = max(_probed(optimizer, settings, [each])[1] for each in every[1:3]) / one
     left = max(few / one - alone, 0.0)  # of the parameter before, whose names in the loop still hold them
-    pairs = zip(sizes, [0, *sizes[:-1]], strict=True)
-    return state / storage_bytes(every), int(max(alone * size + left * before for size, before in pairs))
+    largest, *others = sorted((held_bytes(parameter) for parameter in trainable), reverse=True)
+    return state / storage_bytes(every), int(alone * largest + left * max(others, default=0))
 
 
 def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> tuple[int, int]:

@@ -19,12 +19,13 @@ class Call:
         inputs: Storage id -> bytes of the tensors it was given.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
+        cached_until: The interval from which on it holds them no more.
         outputs: Storage ids of what it returned while everything was kept, in order.
         returned: Storage ids of what it returned in forward, in order.
         returned_bytes: Bytes of these.
         held: Those of `returned` that somebody else holds when the backward pass begins.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
-            interval in which the graph of a region went.
+            interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
         besides: What it does besides them, in operations that take as long, see `flops`.
         seconds: Duration of its recomputation.
@@ -38,6 +39,7 @@ class Call:
     inputs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     cached_bytes: int = 0
+    cached_until: int = 0
     outputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     returned_bytes: int = 0

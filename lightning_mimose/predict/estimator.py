@@ -8,6 +8,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -106,11 +107,12 @@ class Estimator:
             del self._observed[next(s for s in self._observed if s != structure)]
         if len(known) > MAX_OBSERVATIONS:
             # Oldest first, but never the extremes of a dimension, which span the range that is trusted.
-            alike = [other for other in known if _names(other) == _names(key)]
-            ranges = [[other[i][1] for other in alike] for i in range(len(key))]
+            most, _ = Counter(map(_names, known)).most_common(1)[0]
+            alike = [other for other in known if _names(other) == most]
+            ranges = [[other[i][1] for other in alike] for i in range(len(most))]
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
             inner = (k for k in alike if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
-            known.pop(next(inner, next(iter(known))))
+            known.pop(next(inner, alike[0]))
         # The very object that is a key: comparing two equal ones takes milliseconds.
         self._latest, self._rate = next(s for s in self._observed if s == structure), None
         self._fits.clear()

@@ -65,7 +65,8 @@ class CallShape:
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
         cached: Column of the bytes of what it saves that autocast's cache holds too, -1 if there are none.
         cached_until: When that cache ends.
-        kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0.
+        kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
+            part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
     """
 
     key: str
@@ -86,7 +87,7 @@ class CallShape:
     lean: int = -1
     cached: int = -1
     cached_until: int = 0
-    kept_until: int = 0
+    kept_until: int = field(default=0, compare=False)
 
     @property
     def end_time(self) -> int:

@@ -454,3 +454,23 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     assert type(value) in (str, int, float, bool, type(None)), f"{type(value)}: {value!r}"
     return value
+
+
+def test_nothing_waits_for_the_garbage_collector() -> None:
+    """Memory is free as soon as the last name of it is gone: nothing of a step is in a cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = TinyText()
+        parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mimose = Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=model_loss)
+        for length in (16, 24, 40, 12, 24):
+            mimose.step(text_batch(2, length))
+        recorders = [thing for thing in gc.get_objects() if type(thing).__name__ == "StepRecorder"]
+        assert not recorders
+        mimose.close()
+        del model, optimizer, mimose
+        assert not any(parameter() is not None for parameter in parameters)
+    finally:
+        gc.enable()

@@ -121,11 +121,30 @@ def test_the_probe_foresees_an_optimizers_state(name: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("sides", [(128, 128, 128), (256, 32, 64, 48, 16), (16, 32, 256, 256)])
 def test_the_probe_foresees_the_temporaries_of_an_update(name: str, sides: tuple[int, ...]) -> None:
-    """What lives only inside `step`: of all parameters, or, one by one, of the largest and the one before it."""
+    """What lives only inside `step`: of all parameters, or, one by one, of two neighbours."""
     optimizer = EXACT[name](nn.ParameterList([nn.Parameter(torch.zeros(n, n)) for n in sides]).parameters())
     cost = probe_optimizer(optimizer)
     _, transient = updated(optimizer)
-    assert cost.transient_bytes == pytest.approx(transient, rel=0.02, abs=1024)
+    assert cost.transient_bytes >= 0.98 * transient - 1024
+    assert cost.transient_bytes <= (1.02 if sides[0] != 256 else 1.1) * transient + 1024
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_parameters_in_one_buffer_count_once(foreach: bool) -> None:
+    """As recurrent layers have them on an accelerator."""
+    buffer = torch.zeros(8 * 1024)
+    views = [nn.Parameter(part) for part in buffer.split(1024)]
+    apart = [nn.Parameter(part.clone()) for part in buffer.split(1024)]
+    one, other = (probe_optimizer(torch.optim.AdamW(each, foreach=foreach)) for each in (views, apart))
+    assert one.transient_bytes == other.transient_bytes
+
+
+def test_a_learning_rate_in_a_tensor_is_probed() -> None:
+    """With which torch goes one by one; not replaced by a guess."""
+    cost = probe_optimizer(torch.optim.Adam(net().parameters(), lr=torch.tensor(0.1)))
+    plain = probe_optimizer(torch.optim.Adam(net().parameters(), lr=0.1))
+    assert cost.state_bytes == plain.state_bytes
+    assert cost.transient_bytes == pytest.approx(plain.transient_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("name", EXACT)

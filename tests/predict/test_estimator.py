@@ -379,12 +379,16 @@ def test_batches_with_other_dimensions_are_fitted_apart() -> None:
         found = predicted(estimator, dims)
         assert found.trusted
         np.testing.assert_allclose(found.values, values(size), rtol=1e-6)
-    for n in range(50, 150):  # more than are kept
-        estimator.add(
-            {"batch": 4, "ids:1": n} if n % 2 else {"image:1": n}, structure(), plain({"batch": 4, "ids:1": n})
-        )
-    assert predicted(estimator, {"batch": 4, "ids:1": 64}).trusted
-    assert [
-        relation.name
-        for relation in learnt([{"x:1": n, "y:1": n, "batch": 2} for n in (3, 5)], lambda _: plain(size)).relations
-    ]
+    relations = learnt([{"x:1": n, "y:1": n, "batch": 2} for n in (3, 5)], lambda _: plain(size)).relations
+    assert [relation.name for relation in relations] == ["y:1"]
+
+
+def test_a_kind_of_batch_that_comes_late_is_learnt() -> None:
+    """Though as many sizes as are kept are there of another kind."""
+    values = law()
+    estimator = learnt([{"batch": 4, "ids:1": n} for n in range(20, 90)], values)
+    for n in (8, 16, 24, 40, 48):
+        estimator.add({"batch": 4, "image:1": n}, structure(), values({"batch": 4, "ids:1": n}))
+    assert len(estimator) == 48
+    assert predicted(estimator, {"batch": 4, "image:1": 32}).trusted
+    assert predicted(estimator, {"batch": 4, "ids:1": 19}).trusted

@@ -63,7 +63,7 @@ class Mask(Rebuilt):
         if self._dtype != torch.bool:
             table.mul_(self._number)
         if device.type == "cpu":  # faster than `index_select`, and with no indices as large as a part of the mask
-            made = torch.empty(len(self._bits), 8, dtype=self._dtype)
+            made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=device)
             rows, bits, out = (each.view(torch.uint8).numpy() for each in (table, self._bits, made))
             for start in range(0, len(bits), UNPACKED):
                 piece = slice(start, start + UNPACKED)

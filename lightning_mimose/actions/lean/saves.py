@@ -266,7 +266,7 @@ class LeanSaves:
         own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
             return None
-        if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `_Node.saved`
+        if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `Node.saved`
             return None
         if entry.needs_first and self._leads_nowhere(node):
             return None
@@ -312,6 +312,8 @@ class LeanSaves:
             entry = TABLE.get(name)
             if entry is None:
                 return name != _LEAF
+            if node._sequence_nr() < self._start:  # somebody else's
+                return True
             if entry.grade > self._grade:
                 return not self.in_scores
             if not entry.needs_first:
