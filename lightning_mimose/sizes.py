@@ -111,6 +111,7 @@ class SizeTracker:
     are another layout, watched by itself.
 
     Example:
+        >>> import torch
         >>> tracker = SizeTracker()
         >>> for tokens in (128, 64):
         ...     ids = torch.zeros(8, tokens, dtype=torch.long)
