@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.budget import format_bytes
+from lightning_mimose.measure.resident import works_in_groups
 from lightning_mimose.predict.structure import Structure
 
 WORTH_SHARE = 0.02
@@ -34,7 +35,7 @@ def update_hint(
     gain = min(transient_bytes, update_peak_bytes - step_peak_bytes)
     if gain < WORTH_SHARE * update_peak_bytes:
         return None
-    grouped = [type(each).__name__ for each in optimizers if any(_works_in_groups(g) for g in each.param_groups)]
+    grouped = [type(each).__name__ for each in optimizers if any(works_in_groups(g) for g in each.param_groups)]
     if not grouped:
         return None
     return (
@@ -42,14 +43,6 @@ def update_hint(
         f"temporaries of all parameters at once ({format_bytes(transient_bytes)}). With foreach=False, or fused=True "
         f"where the device has it, the peak would be up to {format_bytes(gain)} lower."
     )
-
-
-def _works_in_groups(group: dict[str, object]) -> bool:
-    foreach, fused = group.get("foreach", False), group.get("fused")
-    if foreach is None and fused is None:  # torch then decides by the device
-        parameters = group["params"]
-        return isinstance(parameters, list) and any(p.is_cuda for p in parameters)
-    return bool(foreach) and not fused
 
 
 def size_hint(steps: int, varying: Sequence[str]) -> str | None:

@@ -61,11 +61,11 @@ def observe(
     ]
     region_of = {id(call): _region(call) for call in trace.calls}
     saved, held = _saved_bytes(trace.calls, region_of)
-    regions = [call for call in trace.calls if call is region_of[id(call)] and "again" in call.marks]
-    without = [call for call in trace.calls if call is region_of[id(call)] and call.action == "recompute"]
-    without = [call for call in without if "again" not in call.marks and "out" in call.marks]
-    endless = {id(call) for call in without}
-    saved.update({id(call): _as_others(call, regions, saved) for call in without})
+    outermost = [call for call in trace.calls if call is region_of[id(call)]]
+    regions = [call for call in outermost if "again" in call.marks]
+    without = [c for c in outermost if c.action == "recompute" and "out" in c.marks and "again" not in c.marks]
+    endless = {id(call): _as_others(call, regions, saved) for call in without}
+    saved.update(endless)
     dropped = _dropped_per_interval([*regions, *without], saved, len(trace.marks))
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
@@ -114,11 +114,8 @@ def observe(
             cached_until=call.cached_until,
             kept_until=call.marks.get("dropped", NEVER) + 1 if id(call) in endless else 0,
         )
-    spared = {
-        id(c): savings(trace, c, held[id(c)], len(grades)) for c in regions if c.items is not None and trace.pieces
-    }
-    items = {id(call): len(call.items or ()) for call in regions}
-    cached = {id(call) for call in regions if call.cached_bytes}
+    surveyed = [call for call in regions if call.items is not None and trace.pieces]
+    spared = {id(call): savings(trace, call, held[id(call)], len(grades)) for call in surveyed}
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -183,15 +180,15 @@ def observe(
         old_gradient_bytes=old_gradient_bytes,
         lean=tuple(
             LeanShape(
-                call=list(shapes).index(number),
+                call=list(shapes).index(id(call)),
                 action=action,
-                saved=columns.add(each[grade].gain_bytes),
-                work=columns.add(each[grade].work),
-                positions=tuple((position, peaks[grade]) for position, peaks in where[number]),
-                items=items[number],
-                cached=columns.add(each[grade].cached_bytes) if number in cached else -1,
+                saved=columns.add(spared[id(call)][grade].gain_bytes),
+                work=columns.add(spared[id(call)][grade].work),
+                positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
+                items=len(call.items or ()),
+                cached=columns.add(spared[id(call)][grade].cached_bytes) if call.cached_bytes else -1,
             )
-            for number, each in spared.items()
+            for call in surveyed
             for grade, action in enumerate(grades)
         ),
     )

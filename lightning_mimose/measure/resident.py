@@ -137,28 +137,37 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
     return OptimizerCost(int(fresh * state_ratio), transient)
 
 
+def works_in_groups(group: Mapping[str, Any]) -> bool:
+    """Whether torch's optimizers take all parameters of a group at once: as they were told, or else by the device."""
+    foreach, fused = group.get("foreach", False), group.get("fused")
+    if foreach is not None or fused is not None:
+        return bool(foreach) and not fused
+    if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+        return False
+    chosen: bool = _default_to_fused_or_foreach(list(group["params"]), group.get("differentiable", False))[1]
+    return chosen
+
+
 _SHAPES = (64, 64), (64, 64), (4096,), (64, 64), (4096,)
 """Of the parameters that optimizers are tried on: each as large as the others."""
 
 
 def _measured(optimizer: Optimizer, trainable: Sequence[torch.Tensor]) -> tuple[float, int]:
     """State to bytes of parameters, and the bytes of an update's temporaries."""
-    settings = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
-    if settings.get("foreach", 0) is None and settings.get("fused") is None:  # torch would choose by the device
-        one_by_one = isinstance(settings.get("lr"), torch.Tensor) and not settings.get("capturable")
-        chosen = _default_to_fused_or_foreach(list(trainable), settings.get("differentiable", False))[1]
-        settings["foreach"] = chosen and not one_by_one
+    group = optimizer.param_groups[0]
+    settings = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+    if "foreach" in settings:  # the copies are on another device, by which torch would choose
+        settings["foreach"] = works_in_groups(group)
     every = [nn.Parameter(torch.zeros(shape, dtype=trainable[0].dtype)) for shape in _SHAPES]
+    one, whole = storage_bytes(every[:1]), storage_bytes(every)
     state, together = _probed(optimizer, settings, every)
     few = _probed(optimizer, settings, every[:3])[1]
-    total = storage_bytes(trainable)
     if together > 1.1 * few:  # of all of them at once
-        return state / storage_bytes(every), int(together / storage_bytes(every) * total)
-    one = storage_bytes(every[:1])
+        return state / whole, int(together / whole * storage_bytes(trainable))
     alone = max(_probed(optimizer, settings, [each])[1] for each in every[1:3]) / one
     left = max(few / one - alone, 0.0)  # of the parameter before, whose names in the loop still hold them
     largest, *others = sorted((held_bytes(parameter) for parameter in trainable), reverse=True)
-    return state / storage_bytes(every), int(alone * largest + left * max(others, default=0))
+    return state / whole, int(alone * largest + left * max(others, default=0))
 
 
 def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> tuple[int, int]:
