@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from types import TracebackType
 from typing import Any, Literal
 
@@ -72,7 +74,7 @@ class Mimose:
             check_optimizer(optimizer, model)
         self._model: nn.Module | None = model
         self._optimizer = optimizer
-        self._optimized: tuple[int, ...] = ()
+        self._optimized: list[nn.Parameter] = []
         self._has_all = False
         """Whether the optimizer, of these parameters, has all of the model's."""
         self._loss_fn = loss_fn or own_loss
@@ -158,10 +160,11 @@ class Mimose:
         """Those of the optimizer, which may hold parameters of the loss, and of what else the model has."""
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-            optimized = tuple([id(parameter) for group in optimizer.param_groups for parameter in group["params"]])
-            if optimized != self._optimized:
-                self._optimized = optimized
-                self._has_all = {id(parameter) for parameter in model.parameters()} <= set(optimized)
+            groups = optimizer.param_groups
+            optimized = groups[0]["params"] if len(groups) == 1 else [*chain.from_iterable(g["params"] for g in groups)]
+            if len(optimized) != len(self._optimized) or not all(map(is_, optimized, self._optimized)):
+                self._optimized = list(optimized)
+                self._has_all = set(map(id, model.parameters())) <= set(map(id, optimized))
             if self._has_all:  # the model's own walks through all its modules
                 return
         model.zero_grad(set_to_none=True)

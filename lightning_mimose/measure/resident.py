@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.sharding import held_bytes, local
 
-# What a parameter is found to be: a trained one has a gradient (False) or none (True).
-_TRAINED, _FROZEN, _FROZEN_WITH_GRADIENT = 1, 2, 3
-_WITH_GRADIENT = (0, _FROZEN_WITH_GRADIENT)
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_FEW = 16
+"""Gradients that are looked at in every step, of those that were there in the last one."""
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -191,6 +192,10 @@ def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[
     return state, max((interval.peak_bytes for interval in intervals), default=0)
 
 
+def _has_none(parameter: torch.Tensor) -> bool:
+    return parameter.grad is None
+
+
 class ResidentLedger:
     """Counts what is resident at a step's start and end.
 
@@ -212,7 +217,9 @@ class ResidentLedger:
         """Bytes of all gradients once every trainable parameter has one."""
         self.trained: tuple[bool, ...] | None = None
         """Which parameters are trained, in order; the same object until that changes."""
-        self._states: list[int] = []
+        self._trains: list[bool] = []
+        self._few_with: Sequence[torch.Tensor] = ()
+        self._without: Sequence[torch.Tensor] = ()
         self.refresh()
 
     def refresh(self) -> None:
@@ -221,7 +228,8 @@ class ResidentLedger:
         self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
         self._tensors = list(parameters)
         self._sizes = [held_bytes(p) for p in parameters]
-        self._states, self.trained = [], None  # of other parameters
+        self._trains, self.trained = [], None  # of other parameters
+        self._few_with, self._without = (), ()
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
@@ -237,21 +245,20 @@ class ResidentLedger:
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
-        # One pass, whose outcome hardly ever changes: looking at every parameter is most of what a step costs here.
-        states = [
-            p.grad is None if p.requires_grad else _FROZEN if p.grad is None else _FROZEN_WITH_GRADIENT
-            for p in self._tensors
-        ]
-        if states == self._states:
+        # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. Where
+        # gradients were freed, they were so in numbers: a few of them tell. None can appear unseen.
+        trains = list(map(_REQUIRES_GRAD, self._tensors))
+        if trains == self._trains and not any(map(_has_none, self._few_with)) and all(map(_has_none, self._without)):
             return
-        self._states = states
-        trained = tuple([state <= _TRAINED for state in states])
-        if trained != self.trained:
-            self.trained = trained
-            self.gradient_capacity_bytes = sum(compress(self._sizes, trained))
-        self.gradient_bytes = sum(
-            size for size, state in zip(self._sizes, states, strict=True) if state in _WITH_GRADIENT
-        )
+        has = [parameter.grad is not None for parameter in self._tensors]
+        present = list(compress(self._tensors, has))
+        self._few_with = present[:: max(1, len(present) // _FEW)]
+        self._without = [p for p, trained, there in zip(self._tensors, trains, has, strict=True) if trained > there]
+        if trains != self._trains:
+            self._trains = trains
+            self.trained = tuple(trains)
+            self.gradient_capacity_bytes = sum(compress(self._sizes, trains))
+        self.gradient_bytes = sum(compress(self._sizes, has))
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""

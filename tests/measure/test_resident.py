@@ -290,6 +290,25 @@ def test_the_history_of_lbfgs_is_reserved_in_full(history: int, search: str | No
     assert 0.75 * reserved <= max(peaks) <= reserved + 0.01 * parameters
 
 
+def test_gradients_are_followed_among_many_parameters() -> None:
+    """Those freed at once, those that come late to a parameter which had none, and those that are freed again."""
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(100))
+    ledger, each = ResidentLedger(model), 4 * 4 * 4
+
+    def gradients(layers: slice) -> int:
+        batch = torch.randn(2, 4)
+        sum(layer(batch).sum() for layer in model[layers]).backward()
+        ledger.count_gradients()
+        return ledger.gradient_bytes // each
+
+    assert [gradients(slice(0, 40)), gradients(slice(0, 40)), gradients(slice(39, 41))] == [40, 40, 41]
+    model.zero_grad(set_to_none=True)
+    assert [gradients(slice(70, 100)), gradients(slice(0, 100))] == [30, 100]
+    model.zero_grad(set_to_none=True)
+    ledger.count_gradients()
+    assert ledger.gradient_bytes == 0
+
+
 def test_gradients_of_frozen_parameters_count_as_long_as_they_are_there() -> None:
     """Whatever has a gradient is resident, trained or not; only what is trained will get one."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
