@@ -7,7 +7,6 @@ batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> unit
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,21 +26,19 @@ from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
-from lightning_mimose.consensus import Consensus
+from lightning_mimose.decisions import Decisions
 from lightning_mimose.dims import dims_text
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
 from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
-from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
-from lightning_mimose.measure.saved import resident_tensors
+from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.metering import Metering
 from lightning_mimose.plan import PlannerChoice
-from lightning_mimose.predict.structure import Resident
 from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
-from lightning_mimose.sharding import reshard, sharded_modules, sharing_ranks
+from lightning_mimose.sharding import sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.shared.tenancy import Tenancy
 from lightning_mimose.step import Step
@@ -90,7 +87,6 @@ class Engine:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         ranks = sharing_ranks(model)
-        self._sharded = sharded_modules(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2
         self.actions = check_actions(actions)
@@ -127,13 +123,23 @@ class Engine:
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
-        self._consensus = Consensus(self.advisor, self._refuser, self.session, self._attachment)
         self._update = UpdateReserve(self.ledger)
         self._trials = Trials(self.advisor, self.session)
+        self._decisions = Decisions(
+            model,
+            self.advisor,
+            self.session,
+            self.ledger,
+            self._update,
+            self._refuser,
+            self._trials,
+            self._attachment,
+            self.agreement,
+            self.tenancy,
+        )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
         self._step: Step | None = None
-        self._trained: tuple[bool, ...] | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -221,45 +227,12 @@ class Engine:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has no tensors, or another type than before.
         """
-        began = time.perf_counter()
-        if self._sharded and not accumulates:
-            reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
-        size, ledger = self.advisor.tracker.observe(batch), self.ledger
-        ledger.count_gradients()
-        if ledger.trained is not self._trained:
-            if self._trained not in (None, ledger.trained):
-                self.advisor.forget()
-            self._trained = ledger.trained
-        data = batch_bytes(batch)
-        lasting = ledger.lasting_bytes() + data
-        resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
-        if self.session.news:
-            self._trials.limit_menu()
-        if self.tenancy is not None:
-            self.tenancy.allow(size, resident)
-        advice, error = self.advisor.advise(size, resident, data), None
-        if advice.infeasible:
-            try:
-                self._refuser.by_prediction(size, resident)
-            except BudgetInfeasibleError as found:
-                error = found
-        actions = None
-        if self.agreement is not None:
-            advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)
-        elif error is not None:
-            raise error
-        if advice.plan is None:
-            actions = self.advisor.shelter
-        elif actions is None:
-            actions = self.advisor.actions_of(advice.plan)
-        known = resident_tensors(self.model, batch) if advice.plan is None else ()
-        self._step = Step(
-            size, batch_idx, epoch, advice, resident, data, actions, time.perf_counter() - began, accumulates, known
+        step = self._step = self._decisions.about(
+            batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
         )
-        self._step.unfilled_bytes = ledger.unfilled_bytes()
-        self._arm(self._step)
-        if self.tenancy is not None and not self.tenancy.begin(self._step, self._update.rest_bytes(resident)):
-            self._clear(self._step, ran=False)
+        self._arm(step)
+        if self.tenancy is not None and not self.tenancy.begin(step, self._update.rest_bytes(step.resident)):
+            self._clear(step, ran=False)
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )

@@ -70,7 +70,7 @@ class _Calls:
         recorder, action = session.recorder, session.actions.get(name)
         if action is None and recorder is None and session.offloader is None and name not in session.tries:
             return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are
-        if session.inside or (recorder is not None and recorder.replaying):
+        if session.inside or (recorder is not None and recorder.replays.running):
             return self._kept(args, kwargs)
         if out_of_reach(name, session):
             return original(*args, **kwargs)

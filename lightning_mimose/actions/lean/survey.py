@@ -50,7 +50,7 @@ class Surveyed:
 
 
 class LeanSurvey:
-    """See `measure.collector.Survey`.
+    """See `measure.replay.Survey`.
 
     Args:
         sites: What is known about the unit's places.

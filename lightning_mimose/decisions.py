@@ -1,0 +1,110 @@
+"""From a batch to the step that will run: its size, what is resident, the advice, and the actions in force."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advisor import Advisor
+from lightning_mimose.agreement import Agreement
+from lightning_mimose.attachment import Attachment
+from lightning_mimose.consensus import Consensus
+from lightning_mimose.errors import BudgetInfeasibleError
+from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
+from lightning_mimose.measure.saved import resident_tensors
+from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.predict.structure import Resident
+from lightning_mimose.refusal import Refuser
+from lightning_mimose.sharding import reshard, sharded_modules
+from lightning_mimose.shared.tenancy import Tenancy
+from lightning_mimose.step import Step
+from lightning_mimose.trials import Trials
+
+
+class Decisions:
+    """Decides about the steps of one model.
+
+    Args:
+        model: The model.
+        advisor: Plans.
+        session: Knows what units were tried.
+        ledger: What is resident.
+        update: What updates need.
+        refuser: Refuses what fits no plan.
+        trials: Tells plans what was tried.
+        attachment: Tells plans what is never recomputed.
+        agreement: How the ranks of a sharded model come to one plan, if it is one.
+        tenancy: The part of a shared budget, if it is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        advisor: Advisor,
+        session: Session,
+        ledger: ResidentLedger,
+        update: UpdateReserve,
+        refuser: Refuser,
+        trials: Trials,
+        attachment: Attachment,
+        agreement: Agreement | None,
+        tenancy: Tenancy | None,
+    ) -> None:
+        self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
+        self._update, self._refuser, self._trials = update, refuser, trials
+        self._agreement, self._tenancy = agreement, tenancy
+        self._consensus = Consensus(advisor, refuser, session, attachment)
+        self._sharded = sharded_modules(model)
+        self._trained: tuple[bool, ...] | None = None
+
+    def about(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
+        """The step of a batch, see `Engine.begin_step`."""
+        began = time.perf_counter()
+        advisor, ledger = self._advisor, self._ledger
+        if self._sharded and not accumulates:
+            reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
+        size = advisor.tracker.observe(batch)
+        ledger.count_gradients()
+        if ledger.trained is not self._trained:
+            if self._trained not in (None, ledger.trained):
+                advisor.forget()
+            self._trained = ledger.trained
+        data = batch_bytes(batch)
+        lasting = ledger.lasting_bytes() + data
+        resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        if self._session.news:
+            self._trials.limit_menu()
+        if self._tenancy is not None:
+            self._tenancy.allow(size, resident)
+        advice, error = advisor.advise(size, resident, data), None
+        if advice.infeasible:
+            try:
+                self._refuser.by_prediction(size, resident)
+            except BudgetInfeasibleError as found:
+                error = found
+        actions = None
+        if self._agreement is not None:
+            advice, actions = self._consensus.reach(self._agreement, size, resident, advice, error)
+        elif error is not None:
+            raise error
+        if advice.plan is None:
+            actions = advisor.shelter
+        elif actions is None:
+            actions = advisor.actions_of(advice.plan)
+        known = resident_tensors(self._model, batch) if advice.plan is None else ()
+        return Step(
+            size,
+            batch_idx,
+            epoch,
+            advice,
+            resident,
+            data,
+            actions,
+            time.perf_counter() - began,
+            accumulates,
+            known,
+            unfilled_bytes=ledger.unfilled_bytes(),
+        )

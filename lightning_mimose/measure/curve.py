@@ -1,0 +1,136 @@
+"""The curve of one step: what a meter sees, cut into intervals that belong to the calls of units."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from lightning_mimose.measure.meter import Interval, Meter, make_meter
+from lightning_mimose.measure.trace import Mark, Piece
+
+GradientBytes = Callable[[], tuple[int, int]]
+"""Returns the bytes of gradients that exist: (older than this step, made in it)."""
+
+
+class Measured(NamedTuple):
+    """A curve that is complete, see `trace.StepTrace`."""
+
+    marks: tuple[Mark, ...]
+    intervals: tuple[Interval, ...]
+    pieces: tuple[Piece, ...]
+    reserved_peak_bytes: int | None
+    aside_peak_bytes: int
+
+
+class Curve:
+    """Measures from `start` to `stop`, and cuts what it measures at marks.
+
+    Args:
+        device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
+        gradient_bytes: Tells the gradients alive now.
+        profile: Whether torch's profiler is free to be used.
+
+    Attributes:
+        over: Whether the step is.
+    """
+
+    def __init__(self, device: torch.device, gradient_bytes: GradientBytes, *, profile: bool) -> None:
+        self._device, self._gradient_bytes, self._profile = device, gradient_bytes, profile
+        self._meter: Meter | None = None
+        self._marks: list[Mark] = []
+        self._owners: list[int | None] = []
+        self._events: dict[int, tuple[str, str, int]] = {}
+        self._thread = 0
+        self._missed = False
+        self.over = False
+
+    def start(self) -> None:
+        """Start the meter; the first interval belongs to the step."""
+        self._meter = make_meter(self._device, profile=self._profile)
+        self._thread = threading.get_ident()
+        self._meter.start()
+        self._open("step", "start")
+
+    def _open(self, owner: str, name: str) -> int:
+        self._marks.append(Mark(owner, name, *self._gradient_bytes()))
+        self._owners.append(len(self._marks) - 1)
+        return self.latest
+
+    @property
+    def latest(self) -> int:
+        """The interval that was opened last."""
+        return len(self._marks) - 1
+
+    @property
+    def sees_old_frees(self) -> bool:
+        """Whether the meter sees memory go that is older than its start."""
+        return self._meter is not None and self._meter.sees_old_frees
+
+    def mark(self, owner: str, name: str) -> int:
+        """Open an interval; returns its index."""
+        assert self._meter is not None
+        self._meter.mark()
+        # On CPU a meter sees the thread it was started in, and a backward may run in another one.
+        self._missed = self._missed or (self._device.type == "cpu" and threading.get_ident() != self._thread)
+        return self._open(owner, name)
+
+    def cut(self, key: str, what: str, item: int) -> None:
+        """Cut the interval that is open: something happened to an item of a call."""
+        if self.over or self._meter is None:
+            return
+        self._meter.mark()
+        self._owners.append(self._owners[-1])
+        self._events[len(self._owners) - 1] = (key, what, item)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is no part of the step; the interval that was open goes on afterwards."""
+        assert self._meter is not None
+        interrupted = self._owners[-1]
+        self._meter.mark()
+        self._owners.append(None)
+        try:
+            yield
+        finally:
+            self._meter.mark()
+            self._owners.append(interrupted)
+
+    def hold(self, owner: object, nbytes: int) -> None:
+        """Bytes that no operator returns and that live as long as their owner."""
+        assert self._meter is not None
+        self._meter.hold(owner, nbytes)
+
+    def stop(self) -> Measured | None:
+        """Stop the meter; None if nothing was measured."""
+        assert self._meter is not None
+        pieces = self._meter.stop()
+        if self._missed or len(pieces) != len(self._owners):
+            # Backward ran in another thread, or a profiler of the user's own began inside the step and took the session
+            # over.
+            return None
+        owned: dict[int | None, list[Interval]] = {}
+        for owner, piece in zip(self._owners, pieces, strict=True):
+            owned.setdefault(owner, []).append(piece)
+        aside = max((piece.peak_bytes for piece in owned.get(None, ())), default=0)
+        intervals = [
+            Interval(owned[i][0].level_bytes, max(piece.peak_bytes for piece in owned[i]))
+            for i in range(len(self._marks))
+        ]
+        # Every trace counts what was made since the start; old gradients are accounted for at the marks.
+        before = self._marks[0].old_gradient_bytes
+        freed = [before - mark.old_gradient_bytes if self.sees_old_frees else 0 for mark in self._marks]
+        return Measured(
+            tuple(self._marks),
+            tuple([Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]),
+            tuple(
+                Piece(owner, piece.level_bytes + freed[owner], piece.peak_bytes + freed[owner], self._events.get(index))
+                for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
+                if owner is not None
+            ),
+            self._meter.reserved_peak_bytes,
+            before + aside,
+        )

@@ -1,0 +1,171 @@
+"""Recomputations while a step is measured: there a unit and all inside it run with everything they save kept alive."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_mimose.measure.curve import Curve
+from lightning_mimose.measure.flops import FlopTally
+from lightning_mimose.measure.mode import ThreadedMode
+from lightning_mimose.measure.observe import RNG_STATE_BYTES
+from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.trace import Call, LeanItem
+
+
+class Survey(Protocol):
+    """Looks at what a region saves, for actions that keep it in another form."""
+
+    def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
+        """Told how storages are numbered, and whom to tell what happens to an item."""
+
+    def forward_run(self) -> AbstractContextManager[None]:
+        """Entered around the run in forward."""
+
+    def recompute_run(self) -> AbstractContextManager[None]:
+        """Entered around the run in backward."""
+
+    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
+        """Packs what is saved in backward by the region's own hook, and returns what stands for it."""
+
+    def items(self) -> tuple[LeanItem, ...]:
+        """What could be kept in a smaller form."""
+
+
+class Replays:
+    """Measures the recomputations of one step.
+
+    Args:
+        curve: Where they are marked.
+        storages: Their numbers.
+        calls: The step's calls so far.
+        count_flops: Whether to count operations.
+
+    Attributes:
+        retained: Whether a region was recomputed for a second backward pass over the same graph.
+    """
+
+    def __init__(self, curve: Curve, storages: Storages, calls: Sequence[Call], *, count_flops: bool) -> None:
+        self._curve, self._storages, self._calls, self._count_flops = curve, storages, calls, count_flops
+        self._expected: Iterator[Call] | None = None
+        """The calls inside the region that runs again, which come in the same order."""
+        self._stack: list[Call] = []
+        self._flops_before: dict[str, tuple[int, int]] = {}
+        self.retained = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a recomputation is under way."""
+        return self._expected is not None
+
+    @contextmanager
+    def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
+        """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
+        if "again" in call.marks:  # a second backward over the same graph
+            self.retained = True
+            yield
+            return
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        pack_outer, unpack_outer = outer
+        flops = FlopTally()
+        before = self._flops_before = {call.key: (0, 0)}
+        slots: list[weakref.ref[_Slot]] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._count_saved(tensor)
+            for inner in self._stack:
+                total, besides = before[inner.key]
+                inner.flops, inner.besides = flops.total - total, flops.besides - besides
+            slot = _Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer))
+            slots.append(weakref.ref(slot))
+            return slot
+
+        def unpack(slot: _Slot) -> Any:
+            return unpack_outer(slot.packed)
+
+        self._expected = iter([c for c in self._calls if c is not call and c.within(call)])
+        self._stack = [call]
+        around = _Held()
+        self._curve.hold(around, RNG_STATE_BYTES)  # the checkpoint keeps the present random state aside meanwhile
+        call.marks["again"] = self._curve.mark(call.key, "again")
+        began = time.perf_counter()
+        try:
+            with (
+                survey.recompute_run() if survey is not None else nullcontext(),
+                saved_tensors_hooks(pack, unpack),
+                flops if self._count_flops else nullcontext(),
+            ):
+                yield
+            if survey is not None:
+                call.items = survey.items()
+        finally:
+            call.seconds = time.perf_counter() - began
+            self._expected, self._stack = None, []
+            call.marks["again_out"] = self._curve.mark(call.key, "again_out")
+            if any(not isinstance(mode, ThreadedMode) for mode in _get_current_dispatch_mode_stack()):
+                for slot in filter(None, (ref() for ref in slots)):
+                    slot.packed = None
+
+    def run_inside(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call nested in the region that runs again."""
+        assert self._expected is not None
+        call = next(self._expected, None)
+        if call is None or call.unit != unit:
+            return original(*args, **kwargs)  # another path than in forward: the self-check of the unit's business
+        call.inputs = self._storages.bytes_in((args, kwargs))
+        self._stack.append(call)
+        call.marks["again"] = self._curve.mark(call.key, "again")
+        flops = FlopTally.active()
+        self._flops_before[call.key] = (flops.total, flops.besides) if flops else (0, 0)
+        began = time.perf_counter()
+        try:
+            out = original(*args, **kwargs)
+        finally:
+            self._stack.pop()
+        call.seconds = time.perf_counter() - began
+        call.outputs = self._storages.in_order(out)
+        call.marks["again_out"] = self._curve.mark(call.key, "again_out")
+        return out
+
+    def _count_saved(self, tensor: torch.Tensor) -> None:
+        # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return
+        if self._stack and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if not self._storages.is_resident(storage):
+                self._stack[-1].saved[self._storages.number(storage)] = storage.nbytes()
+
+
+class _Slot:
+    """What the graph of a recomputation holds in place of a saved tensor.
+
+    That graph has no backward of its own and goes at once, unless somebody keeps it: `FlopCounterMode` does, by hooks
+    on every module's tensors, and then the step would hold what all recomputations saved until its end. So under
+    somebody else's dispatch mode slots are emptied when the recomputation is over.
+    """
+
+    __slots__ = ("__weakref__", "packed")
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+    @property
+    def handle(self) -> Any:
+        """That of a survey's stand-in, which looks for it in the graph."""
+        return getattr(self.packed, "handle", None)
+
+
+class _Held:
+    """Owns bytes that a meter is told of, as long as it lives."""

@@ -1,0 +1,63 @@
+"""Storages by number: what a step's calls are given, return and save, told apart for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_mimose.sharding import local
+
+
+class Storages:
+    """Numbers the storages of one step. A number is never used again, unlike an address.
+
+    Args:
+        resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold.
+
+    Example:
+        >>> import torch
+        >>> weight, x = torch.zeros(2), torch.zeros(3)
+        >>> storages = Storages([weight])
+        >>> storages.in_order([x, weight, x.view(3, 1)]), storages.bytes_in([x, weight])
+        ([1, 2, 1], {1: 12})
+    """
+
+    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+        self._resident = {local(t).untyped_storage()._cdata for t in resident if t.layout == torch.strided}
+        self._numbers: Any = WeakIdKeyDictionary()
+        self._last = 0
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """The storage's number."""
+        number = self._numbers.get(storage)
+        if number is None:
+            self._last += 1
+            number = self._numbers[storage] = self._last
+        return int(number)
+
+    def is_resident(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is that of a parameter or a buffer."""
+        return storage._cdata in self._resident
+
+    def bytes_in(self, tree: Any) -> dict[int, int]:
+        """Number -> bytes of the storages in a structure of tensors, those that are resident left out."""
+        found = [storage for storage in _storages(tree) if not self.is_resident(storage)]
+        return {self.number(storage): storage.nbytes() for storage in found}
+
+    def in_order(self, tree: Any) -> list[int]:
+        """The number of every tensor's storage in a structure."""
+        return [self.number(storage) for storage in _storages(tree)]
+
+    def clear(self) -> None:
+        """Forget all of them: the step is over."""
+        self._numbers.clear()
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield leaf.untyped_storage()
