@@ -19,7 +19,7 @@ from lightning_mimose.errors import LossError
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choices, check_loss, check_optimizer
+from lightning_mimose.settings import check_choices, check_loss, check_update
 from lightning_mimose.shared.budget import AnyBudget
 
 
@@ -32,6 +32,10 @@ class Mimose:
         optimizer: Stepped by `step`; None to only run forward and backward.
         loss_fn: Called as `loss_fn(model, batch)`; by default the model is called with the batch (a mapping by
             keyword, a sequence by position) and its `loss`, its first element, or itself is the loss.
+        backward_fn: Called with the loss in place of its `backward()`: `fabric.backward`, or
+            `lambda loss: scaler.scale(loss).backward()`.
+        update_fn: Called in place of `optimizer.step()`, which it is to call: to clip gradients before, to step a
+            scaler. The optimizer is needed all the same: its state is part of what the budget holds.
         units: Patterns or class names of what to plan; None finds it.
         size_fn: Batch -> int or named dimensions; None reads the batch's tensors.
         actions: Names of the actions plans may use; None for those that pay.
@@ -52,6 +56,17 @@ class Mimose:
         ...         loss = mimose.step(torch.randn(32, 16))
         >>> len(mimose.records)
         3
+
+        Gradients of two batches each, clipped before the update:
+
+        >>> def update():
+        ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ...     optimizer.step()
+        >>> with Mimose(
+        ...     model, budget="1GB", optimizer=optimizer, loss_fn=lambda m, x: m(x).pow(2).mean() / 2, update_fn=update
+        ... ) as mimose:
+        ...     for number in range(4):
+        ...         loss = mimose.step(torch.randn(32, 16), update=number % 2 == 1)
     """
 
     def __init__(
@@ -61,6 +76,8 @@ class Mimose:
         budget: AnyBudget = "auto",
         optimizer: Optimizer | None = None,
         loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+        backward_fn: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+        update_fn: Callable[[], Any] | None = None,
         units: Sequence[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: Sequence[str] | None = None,
@@ -70,14 +87,16 @@ class Mimose:
         host_budget: str | int | float | None = None,
     ) -> None:
         check_choices(on_infeasible, on_oom)
-        if optimizer is not None:
-            check_optimizer(optimizer, model)
+        check_update(optimizer, update_fn, model)
         self._model: nn.Module | None = model
         self._optimizer = optimizer
         self._optimized: list[nn.Parameter] = []
         self._has_all = False
         """Whether the optimizer, of these parameters, has all of the model's."""
         self._loss_fn = loss_fn or own_loss
+        self._backward_fn = backward_fn
+        self._update_fn = update_fn
+        self._accumulates = False
         self._history = History()
         self._engine: Engine | None = Engine(
             model,
@@ -118,8 +137,13 @@ class Mimose:
         """One record per step, the newest 10,000."""
         return self._history.records
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any, *, update: bool = True) -> torch.Tensor:
         """Run one step: forward, zero the gradients, backward, update.
+
+        Args:
+            batch: The batch, on the model's device.
+            update: Whether to update. If not, the next step adds to these gradients, which are zeroed no more before
+                an update was made; what the losses are divided by is `loss_fn`'s business.
 
         Returns:
             The loss, detached.
@@ -132,22 +156,27 @@ class Mimose:
         engine, model, attempts = self._engine, self._model, self._attempts
         if engine is None or model is None or attempts is None:
             raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
-        loss_fn, optimizer = self._loss_fn, self._optimizer
+        loss_fn, optimizer, accumulates = self._loss_fn, self._optimizer, self._accumulates
 
         def once() -> torch.Tensor:
             engine.begin_forward()
             loss = check_loss(loss_fn(model, batch))
-            self._zero_gradients(model, optimizer)
+            if not accumulates:
+                self._zero_gradients(model, optimizer)
             engine.begin_backward(loss)
-            loss.backward()
+            self._backward_fn(loss)
             return loss.detach()
 
         try:
-            engine.begin_step(batch)
+            engine.begin_step(batch, zeroes_gradients=not accumulates, accumulates=accumulates)
             loss = attempts.run(once)
-            engine.before_update()
-            if optimizer is not None:
-                optimizer.step()
+            if update:
+                engine.before_update()
+                if self._update_fn is not None:
+                    self._update_fn()
+                elif optimizer is not None:
+                    optimizer.step()
+            self._accumulates = not update
             record = engine.end_step(self._history.aggregates.steps)
         except BaseException:
             engine.abort_step()
@@ -187,7 +216,7 @@ class Mimose:
         """Leave the model as it was. Records, plans and the report stay available."""
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._model = self._optimizer = self._attempts = None
+        self._engine = self._model = self._optimizer = self._update_fn = self._attempts = None
 
     def __enter__(self) -> Mimose:
         return self

@@ -38,12 +38,19 @@ def check_choices(on_infeasible: object, on_oom: object) -> None:
     check_choice("on_oom", on_oom, ("retry", "raise"))
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def check_update(optimizer: Any, update_fn: object, model: nn.Module) -> None:
     """Check what is to update a model.
 
     Raises:
-        MimoseError: It is no optimizer.
+        MimoseError: It is no optimizer, or one is missing.
     """
+    if optimizer is None:
+        if update_fn is not None:
+            raise MimoseError(
+                "update_fn was given without an optimizer. Name the one that it steps as optimizer=..., too: its state "
+                "is memory that the budget has to hold."
+            )
+        return
     missing = [name for name in ("step", "zero_grad", "param_groups", "state") if not hasattr(optimizer, name)]
     if missing:  # wrappers need not be of torch's class
         raise MimoseError(

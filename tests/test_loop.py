@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_mimose import BudgetInfeasibleError, Mimose
@@ -834,3 +835,124 @@ def test_where_the_actions_asked_for_do_not_do_a_plan_is_the_shelters(actions: l
             mimose.plan(size, 0.5)
         with pytest.raises(BudgetError, match="could not be read"):
             mimose.plan(size, "much")
+
+
+def accumulated(
+    budget: int | None, make: Make, batches: Sequence[Batch], every: int = 3
+) -> tuple[nn.Module, list[int]]:
+    """Trained with several batches to an update, by scaled losses and clipped gradients; the peaks of every step."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    peaks = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model_loss(model, batch) / every
+
+    def backward(loss: torch.Tensor) -> None:
+        scaler.scale(loss).backward()
+
+    def update() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+    mimose = None
+    if budget is not None:
+        mimose = Mimose(
+            model, budget=budget, optimizer=optimizer, loss_fn=loss_fn, backward_fn=backward, update_fn=update
+        )
+    for number, batch in enumerate(batches):
+        with PeakMeter(model, optimizer, batch) as meter:
+            if mimose is not None:
+                mimose.step(batch, update=number % every == every - 1)
+            else:
+                loss = loss_fn(model, batch)
+                if number % every == 0:
+                    optimizer.zero_grad()
+                backward(loss)
+                if number % every == every - 1:
+                    update()
+        peaks.append(meter.peak_bytes)
+    if mimose is not None:
+        planned = [(r, p) for r, p in zip(mimose.records, peaks, strict=True) if not r.sheltered]
+        assert len(planned) > len(batches) // 2
+        assert any(record.actions for record, _ in planned)
+        for record, peak in planned:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+        mimose.close()
+    return model, peaks
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_accumulated_scaled_and_clipped(name: str) -> None:
+    """What a loop does between batch and update is its own; bit-equal, held, predicted."""
+    make, _ = HUB[name]
+    batches = batches_of(name) + batches_of(name)
+    model, plain = accumulated(None, make, batches)
+    budget = int(0.8 * max(plain))
+    planned, peaks = accumulated(budget, make, batches)
+    assert max(peaks) <= budget
+    assert all(map(torch.equal, model.parameters(), planned.parameters()))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_batch_that_failed_leaves_the_accumulation_as_it_was(accumulates: bool) -> None:
+    """Gradients of the batches before it are kept, and updated with; without accumulation nothing of it is left."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    first, bad, last = torch.randn(4, 8), torch.full((4, 8), torch.nan), torch.randn(4, 8)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if batch.isnan().any():
+            raise KeyError("label")
+        loss: torch.Tensor = model(batch).pow(2).mean()
+        return loss
+
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Mimose(model, budget="1GB", loss_fn=loss_fn, optimizer=still) as mimose:
+        mimose.step(first, update=not accumulates)
+        with pytest.raises(KeyError):
+            mimose.step(bad)
+        mimose.step(last)
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    for batch in (first, last) if accumulates else (last,):
+        loss_fn(model, batch).backward()
+    for one, other in zip(found, model.parameters(), strict=True):
+        assert one is not None
+        assert other.grad is not None
+        assert torch.equal(one, other.grad)
+
+
+def test_fabric_in_mixed_precision() -> None:
+    """`fabric.backward` in place of the loss's own, which Fabric refuses."""
+    batches = [text_batch(4, length) for length in LENGTHS]
+    weights = []
+    for planned in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        torch.manual_seed(0)
+        own = TinyText(4)
+        model, optimizer = fabric.setup(own, adam(own))
+        mimose = None
+        if planned:
+            mimose = Mimose(model, budget="1GB", optimizer=optimizer, backward_fn=fabric.backward)
+        for batch in batches:
+            if mimose is not None:
+                mimose.step(batch)
+            else:
+                loss = model(**batch).loss
+                optimizer.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+        if mimose is not None:
+            assert not mimose.records[-1].sheltered
+            mimose.close()
+        weights.append([parameter.detach() for parameter in own.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_an_update_needs_its_optimizer() -> None:
+    """Whose state is memory."""
+    with pytest.raises(MimoseError, match="update_fn was given without an optimizer"):
+        Mimose(TinyText(2), budget="1GB", update_fn=lambda: None)
