@@ -19,7 +19,7 @@ from lightning_mimose.errors import LossError
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choices, check_loss, check_update
+from lightning_mimose.settings import check_choices, check_loss, checked_optimizers
 from lightning_mimose.shared.budget import AnyBudget
 
 
@@ -29,13 +29,14 @@ class Mimose:
     Args:
         model: Any module; its submodules are planned.
         budget: `"8GB"`, `"8GiB"`, bytes, a share of the device (`0.8`, `"80%"`) or `"auto"`; or a `SharedBudget`.
-        optimizer: Stepped by `step`; None to only run forward and backward.
+        optimizer: Stepped by `step`, or several that are; None to only run forward and backward. What is updated by
+            others has state that the budget does not know of.
         loss_fn: Called as `loss_fn(model, batch)`; by default the model is called with the batch (a mapping by
             keyword, a sequence by position) and its `loss`, its first element, or itself is the loss.
         backward_fn: Called with the loss in place of its `backward()`: `fabric.backward`, or
             `lambda loss: scaler.scale(loss).backward()`.
         update_fn: Called in place of `optimizer.step()`, which it is to call: to clip gradients before, to step a
-            scaler. The optimizer is needed all the same: its state is part of what the budget holds.
+            scaler, or one of several optimizers at a time. They are named all the same.
         units: Patterns or class names of what to plan; None finds it.
         size_fn: Batch -> int or named dimensions; None reads the batch's tensors.
         actions: Names of the actions plans may use; None for those that pay.
@@ -74,7 +75,7 @@ class Mimose:
         model: nn.Module,
         *,
         budget: AnyBudget = "auto",
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         backward_fn: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
         update_fn: Callable[[], Any] | None = None,
@@ -87,12 +88,12 @@ class Mimose:
         host_budget: str | int | float | None = None,
     ) -> None:
         check_choices(on_infeasible, on_oom)
-        check_update(optimizer, update_fn, model)
+        optimizers = checked_optimizers(optimizer, update_fn, model)
         self._model: nn.Module | None = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._optimized: list[nn.Parameter] = []
         self._has_all = False
-        """Whether the optimizer, of these parameters, has all of the model's."""
+        """Whether the optimizers, of these parameters, have all of the model's."""
         self._loss_fn = loss_fn or own_loss
         self._backward_fn = backward_fn
         self._update_fn = update_fn
@@ -112,7 +113,7 @@ class Mimose:
         self._advisor = self._engine.advisor
         self._units = tuple(unit.name for unit in self._engine.units)
         try:
-            self._engine.watch([optimizer] if optimizer is not None else [])
+            self._engine.watch(optimizers)
             self._engine.attach()
         except BaseException:
             self._engine.detach()
@@ -156,13 +157,13 @@ class Mimose:
         engine, model, attempts = self._engine, self._model, self._attempts
         if engine is None or model is None or attempts is None:
             raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
-        loss_fn, optimizer, accumulates = self._loss_fn, self._optimizer, self._accumulates
+        loss_fn, accumulates = self._loss_fn, self._accumulates
 
         def once() -> torch.Tensor:
             engine.begin_forward()
             loss = check_loss(loss_fn(model, batch))
             if not accumulates:
-                self._zero_gradients(model, optimizer)
+                self._zero_gradients(model)
             engine.begin_backward(loss)
             self._backward_fn(loss)
             return loss.detach()
@@ -174,8 +175,9 @@ class Mimose:
                 engine.before_update()
                 if self._update_fn is not None:
                     self._update_fn()
-                elif optimizer is not None:
-                    optimizer.step()
+                else:
+                    for optimizer in self._optimizers:
+                        optimizer.step()
             self._accumulates = not update
             record = engine.end_step(self._history.aggregates.steps)
         except BaseException:
@@ -185,18 +187,17 @@ class Mimose:
             self._history.add(record)
         return loss
 
-    def _zero_gradients(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Those of the optimizer, which may hold parameters of the loss, and of what else the model has."""
-        if optimizer is not None:
+    def _zero_gradients(self, model: nn.Module) -> None:
+        """Those of the optimizers, which may hold parameters of the loss, and of what else the model has."""
+        for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-            groups = optimizer.param_groups
-            optimized = groups[0]["params"] if len(groups) == 1 else [*chain.from_iterable(g["params"] for g in groups)]
-            if len(optimized) != len(self._optimized) or not all(map(is_, optimized, self._optimized)):
-                self._optimized = list(optimized)
-                self._has_all = set(map(id, model.parameters())) <= set(map(id, optimized))
-            if self._has_all:  # the model's own walks through all its modules
-                return
-        model.zero_grad(set_to_none=True)
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        optimized = groups[0] if len(groups) == 1 else [*chain.from_iterable(groups)]
+        if len(optimized) != len(self._optimized) or not all(map(is_, optimized, self._optimized)):
+            self._optimized = list(optimized)
+            self._has_all = set(map(id, model.parameters())) <= set(map(id, optimized))
+        if not self._has_all:  # the model's own walks through all its modules
+            model.zero_grad(set_to_none=True)
 
     def plan(self, batch_or_size: Any, budget: str | int | float | None = None) -> Plan:
         """The plan that a batch (or named dimensions) would get, under this budget or another, in bytes or as "8GB"."""
@@ -216,7 +217,8 @@ class Mimose:
         """Leave the model as it was. Records, plans and the report stay available."""
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._model = self._optimizer = self._update_fn = self._attempts = None
+        self._engine = self._model = self._update_fn = self._attempts = None
+        self._optimizers, self._optimized = (), []
 
     def __enter__(self) -> Mimose:
         return self

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_mimose.errors import LossError, MimoseError
 
@@ -38,27 +39,39 @@ def check_choices(on_infeasible: object, on_oom: object) -> None:
     check_choice("on_oom", on_oom, ("retry", "raise"))
 
 
-def check_update(optimizer: Any, update_fn: object, model: nn.Module) -> None:
+def checked_optimizers(given: Any, update_fn: object, model: nn.Module) -> tuple[Optimizer, ...]:
     """Check what is to update a model.
+
+    Args:
+        given: An optimizer, several, or None.
+        update_fn: What updates with them, if it is not they themselves.
+        model: The model.
+
+    Returns:
+        The optimizers.
 
     Raises:
         MimoseError: It is no optimizer, or one is missing.
     """
-    if optimizer is None:
+    if isinstance(given, Sequence) and not given:
+        raise MimoseError("optimizer is empty; name those that update the model, or leave it out to update after step.")
+    optimizers = tuple(given) if isinstance(given, Sequence) else () if given is None else (given,)
+    for optimizer in optimizers:
+        missing = [name for name in ("step", "zero_grad", "param_groups", "state") if not hasattr(optimizer, name)]
+        if missing:  # wrappers need not be of torch's class
+            raise MimoseError(
+                f"optimizer is a {type(optimizer).__name__}, which has no {', no '.join(missing)}; it is one "
+                "torch.optim.Optimizer, or a list of them."
+            )
+    if not optimizers:
         if update_fn is not None:
             raise MimoseError(
                 "update_fn was given without an optimizer. Name the one that it steps as optimizer=..., too: its state "
                 "is memory that the budget has to hold."
             )
-        return
-    missing = [name for name in ("step", "zero_grad", "param_groups", "state") if not hasattr(optimizer, name)]
-    if missing:  # wrappers need not be of torch's class
-        raise MimoseError(
-            f"optimizer is a {type(optimizer).__name__}, which has no {', no '.join(missing)}; it is one "
-            "torch.optim.Optimizer. To step several, leave it out and step them after mimose.step(batch)."
-        )
+        return optimizers
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if trained and not trained & updated:
         warnings.warn(
             f"mimose: none of the {len(updated)} parameters that the optimizer updates is one of the model's "
@@ -66,6 +79,7 @@ def check_update(optimizer: Any, update_fn: object, model: nn.Module) -> None:
             "made for another model?",
             stacklevel=3,
         )
+    return optimizers
 
 
 def check_loss(loss: object) -> torch.Tensor:

@@ -952,6 +952,40 @@ def test_fabric_in_mixed_precision() -> None:
     assert all(map(torch.equal, *weights))
 
 
+def test_several_optimizers() -> None:
+    """All of their state is in the budget, and all are stepped."""
+    make, _ = HUB["bert"]
+    batches = batches_of("bert")
+
+    def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parameters = list(model.parameters())
+        return [torch.optim.AdamW(parameters[:40], lr=1e-3), torch.optim.SGD(parameters[40:], lr=0.1, momentum=0.9)]
+
+    torch.manual_seed(0)
+    plain, peak = make(), 0
+    optimizers = halves(plain)
+    for batch in batches:
+        with PeakMeter(plain, optimizers[0], batch) as meter:
+            model_loss(plain, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        plain.zero_grad()
+        peak = max(peak, meter.peak_bytes)
+    torch.manual_seed(0)
+    model, resident = make(), 0
+    optimizers = halves(model)
+    with Mimose(model, budget="1GB", optimizer=optimizers) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        resident = mimose.records[-1].resident_bytes
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    state = [t for o in optimizers for each in o.state.values() for t in each.values() if isinstance(t, torch.Tensor)]
+    held = [*model.parameters(), *state]
+    assert resident >= sum(t.nbytes for t in held)
+    with pytest.raises(MimoseError, match="optimizer is a Linear"):
+        Mimose(model, budget="1GB", optimizer=[optimizers[0], nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
 def test_an_update_needs_its_optimizer() -> None:
     """Whose state is memory."""
     with pytest.raises(MimoseError, match="update_fn was given without an optimizer"):
