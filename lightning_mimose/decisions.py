@@ -60,7 +60,7 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
 
-    def about(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
+    def decide(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
         """The step of a batch, see `Engine.begin_step`."""
         began = time.perf_counter()
         advisor, ledger = self._advisor, self._ledger

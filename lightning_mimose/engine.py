@@ -227,7 +227,7 @@ class Engine:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has no tensors, or another type than before.
         """
-        step = self._step = self._decisions.about(
+        step = self._step = self._decisions.decide(
             batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
         )
         self._arm(step)
@@ -285,6 +285,7 @@ class Engine:
         if self.tenancy is not None:
             self.tenancy.update()
         if measured:
+            self._update.begins()
             self._metering.begin_update(step)
 
     def end_step(self, number: int = 0) -> StepRecord | None:

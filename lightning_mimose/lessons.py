@@ -52,7 +52,7 @@ class Lessons:
     ) -> None:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
-        self._warned = self._unreached = self._told_retained = False
+        self._warned = self._unreached = self._told_apart = False
         self._unmeasured = self._learnt = 0
         self.verified = 0
 
@@ -148,12 +148,13 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
-        if trace.retained:
-            if not self._told_retained:
-                self._told_retained = True
+        if trace.passes_apart:
+            if not self._told_apart:
+                self._told_apart = True
                 warnings.warn(
-                    "A step ran backward twice over one graph (retain_graph or create_graph): what is kept lives until "
-                    "the last pass, which no prediction describes, so such steps recompute as much as they can.",
+                    "A step ran backward twice over one graph (retain_graph or create_graph), or in the midst of its "
+                    "forward (torch.autograd.grad): what is kept lives to another end than predictions describe, so "
+                    "such steps recompute as much as they can.",
                     stacklevel=5,
                 )
         elif step.retried:

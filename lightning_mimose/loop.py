@@ -33,7 +33,7 @@ class Mimose:
             others has state that the budget does not know of.
         loss_fn: Called as `loss_fn(model, batch)`; by default the model is called with the batch (a mapping by
             keyword, a sequence by position) and its `loss`, its first element, or itself is the loss.
-        backward_fn: Called with the loss in place of its `backward()`: `fabric.backward`, or
+        backward_fn: Called with the loss in place of its `backward()`, if given: `fabric.backward`, or
             `lambda loss: scaler.scale(loss).backward()`.
         update_fn: Called in place of `optimizer.step()`, which it is to call: to clip gradients before, to step a
             scaler, or one of several optimizers at a time. They are named all the same.
@@ -77,7 +77,7 @@ class Mimose:
         budget: AnyBudget = "auto",
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-        backward_fn: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+        backward_fn: Callable[[torch.Tensor], Any] | None = None,
         update_fn: Callable[[], Any] | None = None,
         units: Sequence[str] | None = None,
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
@@ -95,7 +95,7 @@ class Mimose:
         self._has_all = False
         """Whether the optimizers, of these parameters, have all of the model's."""
         self._loss_fn = loss_fn or own_loss
-        self._backward_fn = backward_fn
+        self._backward_fn = backward_fn or torch.Tensor.backward
         self._update_fn = update_fn
         self._accumulates = False
         self._history = History()
@@ -122,7 +122,7 @@ class Mimose:
         self._attempts: Attempts | None = Attempts(
             self._engine,
             model,
-            list(model.parameters()),
+            list(dict.fromkeys(chain(model.parameters(), *(g["params"] for o in optimizers for g in o.param_groups)))),
             self._engine.device,
             retry=on_oom == "retry",
             forbids=lambda: forbidden,
@@ -153,6 +153,9 @@ class Mimose:
             BudgetInfeasibleError: No plan keeps this batch inside the budget. No update was made.
             DeviceMemoryError: The device is out of memory under the most saving plan. No update was made.
             LossError: `loss_fn` returned no loss. No update was made.
+
+        Gradients of earlier batches that were not updated with are still there then, and so is what the failed one's
+        backward had added, if it came so far: zero them to begin anew.
         """
         engine, model, attempts = self._engine, self._model, self._attempts
         if engine is None or model is None or attempts is None:
@@ -178,8 +181,9 @@ class Mimose:
                 else:
                     for optimizer in self._optimizers:
                         optimizer.step()
-            self._accumulates = not update
+                self._accumulates = False
             record = engine.end_step(self._history.aggregates.steps)
+            self._accumulates = not update
         except BaseException:
             engine.abort_step()
             raise
@@ -204,7 +208,10 @@ class Mimose:
         return self._advisor.plan(batch_or_size, budget)
 
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
-        """The least budget that is sure to do for a batch (or named dimensions)."""
+        """The least budget that is sure to do for a batch (or named dimensions), in a step like the last one.
+
+        One that accumulates holds the gradients of the batches before it, and may need more.
+        """
         return self._advisor.smallest_feasible_bytes(batch_or_size)
 
     def report(self) -> Report:
@@ -218,6 +225,7 @@ class Mimose:
         if self._engine is not None:
             self._engine.detach()
         self._engine = self._model = self._update_fn = self._attempts = None
+        self._loss_fn, self._backward_fn = own_loss, torch.Tensor.backward
         self._optimizers, self._optimized = (), []
 
     def __enter__(self) -> Mimose:

@@ -952,6 +952,80 @@ def test_fabric_in_mixed_precision() -> None:
     assert all(map(torch.equal, *weights))
 
 
+def test_a_step_that_accumulates_runs_again() -> None:
+    """Out of memory in its backward: gradients of the loss's own parameters are put back, too."""
+    batches, weights = [torch.randn(1024, 16) for _ in range(24)], []
+    for fails in (None, 22):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)])
+        head = nn.Linear(16, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        due = [fails]
+
+        def once_out_of_memory(grad: torch.Tensor, due: list[int | None] = due) -> None:
+            if due[0] == len(mimose.records):
+                due[0] = None
+                raise torch.OutOfMemoryError("as if")
+
+        def loss_fn(model: Any, batch: torch.Tensor, head: nn.Module = head) -> torch.Tensor:
+            first, *others = model
+            x = first(batch)
+            x.register_hook(once_out_of_memory)
+            for each in others:
+                x = each(x)
+            loss: torch.Tensor = head(x).pow(2).mean() / 3
+            return loss
+
+        with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn) as mimose:
+            for number, batch in enumerate(batches):
+                mimose.step(batch, update=number % 3 == 2)
+            assert [record.step for record in mimose.records if record.retried] == ([] if fails is None else [fails])
+        weights.append([p.detach() for p in [*model.parameters(), *head.parameters()]])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_a_refused_batch_is_not_accumulated_with(update: bool) -> None:
+    """It may be refused after its backward, in the first steps; the next one begins anew."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
+    budget = int(2.3 * sum(parameter.nbytes for parameter in model.parameters()))
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    small = torch.randn(4, 64)
+    with Mimose(model, budget=budget, optimizer=still, loss_fn=lambda m, x: m(x).pow(2).mean()) as mimose:
+        with pytest.raises(BudgetInfeasibleError):
+            mimose.step(torch.randn(4000, 64), update=update)
+        mimose.step(small)
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(small).pow(2).mean().backward()
+    for one, other in zip(found, model.parameters(), strict=True):
+        assert one is not None
+        assert other.grad is not None
+        assert torch.equal(one, other.grad)
+
+
+def test_an_update_that_is_skipped_teaches_nothing() -> None:
+    """A scaler skips the first ones, which are measured; the later ones need temporaries all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    mimose: Mimose
+
+    def update() -> None:
+        if len(mimose.records) >= 6:
+            optimizer.step()
+
+    mimose = Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=lambda m, x: m(x).pow(2).mean(), update_fn=update)
+    for number in range(20):
+        batch = torch.randn(16 + number, 64)
+        peak = metered(mimose, model, optimizer, batch)
+        predicted = mimose.records[-1].predicted_peak_bytes
+        if number >= 6 and predicted is not None:
+            assert predicted >= 0.99 * peak
+    assert not mimose.records[-1].sheltered
+    mimose.close()
+
+
 def test_several_optimizers() -> None:
     """All of their state is in the budget, and all are stepped."""
     make, _ = HUB["bert"]

@@ -79,6 +79,7 @@ class StepRecorder:
             for tensor in saved_in_graph(loss.grad_fn):
                 self._saved_between.update(self._storages.in_order(tensor))
         self.mark("step", "backward")
+        self.replays.in_backward = True
 
     @property
     def interval(self) -> int | None:
@@ -114,7 +115,7 @@ class StepRecorder:
             frozenset(self._saved_between),
             measured.reserved_peak_bytes,
             measured.aside_peak_bytes,
-            self.replays.retained,
+            self.replays.passes_apart,
             measured.pieces,
         )
 

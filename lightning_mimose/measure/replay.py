@@ -50,16 +50,19 @@ class Replays:
         count_flops: Whether to count operations.
 
     Attributes:
-        retained: Whether a region was recomputed for a second backward pass over the same graph.
+        in_backward: Whether the step's backward has begun.
+        passes_apart: Whether a region was recomputed for another pass than the step's own: a second one over the same
+            graph, or one in the midst of the forward.
     """
 
     def __init__(self, curve: Curve, storages: Storages, calls: Sequence[Call], *, count_flops: bool) -> None:
         self._curve, self._storages, self._calls, self._count_flops = curve, storages, calls, count_flops
         self._expected: Iterator[Call] | None = None
-        """The calls inside the region that runs again, which come in the same order."""
+        """The calls inside the region that runs again, which come in the same order. One region at a time: a region has
+        none inside it."""
         self._stack: list[Call] = []
         self._flops_before: dict[str, tuple[int, int]] = {}
-        self.retained = False
+        self.in_backward = self.passes_apart = False
 
     @property
     def running(self) -> bool:
@@ -70,9 +73,10 @@ class Replays:
     def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
         """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
         if "again" in call.marks:  # a second backward over the same graph
-            self.retained = True
+            self.passes_apart = True
             yield
             return
+        self.passes_apart |= not self.in_backward
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None:
             yield

@@ -23,8 +23,8 @@ from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.sharding import held_bytes, local
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_FEW = 16
-"""Gradients that are looked at in every step, of those that were there in the last one."""
+_FEW = 8
+"""How many of the largest gradients are looked at in every step, and how many of all."""
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -218,8 +218,8 @@ class ResidentLedger:
         self.trained: tuple[bool, ...] | None = None
         """Which parameters are trained, in order; the same object until that changes."""
         self._trains: list[bool] = []
-        self._few_with: Sequence[torch.Tensor] = ()
-        self._without: Sequence[torch.Tensor] = ()
+        self._present: Sequence[torch.Tensor] = ()
+        self._absent: Sequence[torch.Tensor] = ()
         self.refresh()
 
     def refresh(self) -> None:
@@ -229,7 +229,7 @@ class ResidentLedger:
         self._tensors = list(parameters)
         self._sizes = [held_bytes(p) for p in parameters]
         self._trains, self.trained = [], None  # of other parameters
-        self._few_with, self._without = (), ()
+        self._present, self._absent = (), ()
         self.count_gradients()
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
@@ -245,15 +245,16 @@ class ResidentLedger:
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
-        # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. Where
-        # gradients were freed, they were so in numbers: a few of them tell. None can appear unseen.
+        # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can
+        # appear unseen; that some are freed is seen by the largest, and by a few more since most are freed together.
         trains = list(map(_REQUIRES_GRAD, self._tensors))
-        if trains == self._trains and not any(map(_has_none, self._few_with)) and all(map(_has_none, self._without)):
+        if trains == self._trains and not any(map(_has_none, self._present)) and all(map(_has_none, self._absent)):
             return
         has = [parameter.grad is not None for parameter in self._tensors]
-        present = list(compress(self._tensors, has))
-        self._few_with = present[:: max(1, len(present) // _FEW)]
-        self._without = [p for p, trained, there in zip(self._tensors, trains, has, strict=True) if trained > there]
+        present = [i for i, there in enumerate(has) if there]
+        watched = {*sorted(present, key=self._sizes.__getitem__)[-_FEW:], *present[:: max(1, len(present) // _FEW)]}
+        self._present = [self._tensors[i] for i in watched]
+        self._absent = [parameter for parameter, there in zip(self._tensors, has, strict=True) if not there]
         if trains != self._trains:
             self._trains = trains
             self.trained = tuple(trains)

@@ -130,7 +130,8 @@ class StepTrace:
         saved_between: Storage ids that operations outside every region saved for backward.
         reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
         aside_peak_bytes: Largest bytes while something ran that is no part of the step (units being proven).
-        retained: Whether a region was recomputed for a second backward pass over the same graph.
+        passes_apart: Whether a region was recomputed for another pass than the step's own: a second one over the same
+            graph, or one in the midst of the forward.
         pieces: The intervals cut at events, in order of time.
     """
 
@@ -140,7 +141,7 @@ class StepTrace:
     saved_between: frozenset[int] = frozenset()
     reserved_peak_bytes: int | None = None
     aside_peak_bytes: int = 0
-    retained: bool = False
+    passes_apart: bool = False
     pieces: tuple[Piece, ...] = ()
 
     @property

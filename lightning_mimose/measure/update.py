@@ -24,6 +24,7 @@ class UpdateReserve:
         self._ledger = ledger
         self._costs: list[tuple[Optimizer, OptimizerCost]] = []
         self._entries: dict[int, int] = {}
+        self._versions: list[int] = []
         self.cost = OptimizerCost(0, 0)
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
@@ -36,9 +37,22 @@ class UpdateReserve:
             max((cost.transient_bytes for _, cost in self._costs), default=0),
         )
 
+    def begins(self) -> None:
+        """An update is about to be measured."""
+        self._versions = [_versions(optimizer) for optimizer, _ in self._costs]
+
     def measured(self, transient_bytes: int) -> None:
-        """The update as it really is replaces what was measured on small copies."""
-        self.cost = OptimizerCost(self.cost.state_bytes, transient_bytes)
+        """The update as it really is replaces what was measured on small copies.
+
+        One in which an optimizer wrote nothing (a scaler skipped it, it has its turn in another step) says only what is
+        needed at least.
+        """
+        if any(cost.growing_bytes for _, cost in self._costs):
+            return  # a part of it is state
+        now = [_versions(optimizer) for optimizer, _ in self._costs]
+        whole = all(after != before for after, before in zip(now, self._versions, strict=True))
+        least = 0 if whole else self.cost.transient_bytes
+        self.cost = OptimizerCost(self.cost.state_bytes, max(least, transient_bytes))
 
     def rest_bytes(self, resident: Resident) -> int:
         """What lasts when a step has ended, its batch included."""
@@ -56,3 +70,8 @@ class UpdateReserve:
             if len(optimizer.state) == self._entries[id(optimizer)]:
                 pending += cost.state_bytes
         return lasting_bytes + self._ledger.gradient_capacity_bytes + pending + self.cost.transient_bytes
+
+
+def _versions(optimizer: Optimizer) -> int:
+    """Grows when one of its parameters is written."""
+    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])

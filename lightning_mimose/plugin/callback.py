@@ -149,7 +149,10 @@ class MimoseCallback(Callback):
         return self._known().plan(batch_or_size, budget)
 
     def smallest_feasible_bytes(self, batch_or_size: Any) -> int:
-        """The least budget that is sure to do for a batch, or named dimensions, even as the first of a run."""
+        """The least budget that is sure to do for a batch, or named dimensions, even as the first of a run.
+
+        In a step like the last one: one that accumulates holds the gradients of the batches before it.
+        """
         return self._known().smallest_feasible_bytes(batch_or_size)
 
     def report(self) -> Report:

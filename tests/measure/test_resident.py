@@ -309,6 +309,21 @@ def test_gradients_are_followed_among_many_parameters() -> None:
     assert ledger.gradient_bytes == 0
 
 
+def test_gradients_that_came_while_parameters_were_trained_for_a_while() -> None:
+    """A discriminator inside the model, frozen in every step of the generator's."""
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    ledger, other = ResidentLedger(model), model[1].weight
+    other.requires_grad_(False)
+    model[0](torch.randn(2, 4)).sum().backward()
+    ledger.count_gradients()
+    assert ledger.gradient_bytes == 64
+    other.requires_grad_(True)
+    model[1](torch.randn(2, 4)).sum().backward()
+    other.requires_grad_(False)
+    ledger.count_gradients()
+    assert ledger.gradient_bytes == 128
+
+
 def test_gradients_of_frozen_parameters_count_as_long_as_they_are_there() -> None:
     """Whatever has a gradient is resident, trained or not; only what is trained will get one."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
