@@ -88,6 +88,7 @@ class Lessons:
         """Stop the meter after the update."""
         if step.recorder is None or not step.measuring:
             return
+        step.evaluated_again |= self._update.evaluates
         state_before = step.resident.lasting_bytes - step.batch_bytes
         seen = step.recorder.sees_old_frees or not step.evaluated_again
         trace, step.recorder = step.recorder.stop(), None

@@ -80,7 +80,7 @@ def recompute(
         original: The unit's own forward.
         args: Its positional arguments, any structure.
         kwargs: Its keyword arguments, any structure.
-        state: The unit's written buffers, put back around a recomputation.
+        state: What the unit writes, and what it finds set; both are put back around a recomputation.
         observer: Watches the runs; one that measures wants a recomputation to run to its end.
         flat: What `flattened` made of the arguments, where that is known; its leaves are taken out.
 
@@ -97,6 +97,7 @@ def recompute(
     for i in where:
         leaves[i] = None
     before: Saved = []
+    setting = state.settings.note()
     early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
@@ -115,8 +116,9 @@ def recompute(
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
         watched = observer.recompute_run() if observer else _NOTHING
+        lent = state.settings.as_found(setting)
         kept = state.restored(before) if before else _NOTHING
-        with kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
+        with lent, kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out)

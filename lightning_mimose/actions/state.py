@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
+from lightning_mimose.actions.setting import Settings
 from lightning_mimose.errors import MimoseError
 
 _NO_STATE = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
@@ -50,10 +51,12 @@ class WrittenState:
 
     Attributes:
         wrote_late: Whether the latest forward wrote what none before it had written.
+        settings: What forwards find in the unit, and do not write.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [weakref.ref(inner) for inner in module.modules()]
+        self.settings = Settings(self._modules, self.written)
         self._mode: tuple[bool, ...] = ()
         self._written: dict[tuple[bool, ...], list[Place]] = {}
         self._unwritten: dict[tuple[bool, ...], LateWrites] = {}
@@ -93,6 +96,11 @@ class WrittenState:
 
     def _mode_now(self) -> tuple[bool, ...]:
         return tuple([module.training for ref in self._modules if (module := ref()) is not None])
+
+    def written(self) -> set[tuple[int, str]]:
+        """Where forwards of any mode are known to write: identities of modules, and names in them."""
+        every = (place for known in self._written.values() for place in known)
+        return {(id(ref()), name) for ref, name in every if ref is not None}
 
     def before_forward(self) -> Saved:
         """Copy what the forward may write (all there is until it is known which it does)."""

@@ -52,8 +52,14 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """The storages behind tensors, each once, by address; of a DTensor only this rank's part is here."""
-    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
+    parts = (part for tensor in tensors for part in _dense(getattr(tensor, "_local_tensor", tensor)))
+    storages = (part.untyped_storage() for part in parts)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a sparse one's indices and values; any other is its own."""
+    return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 
 class DeviceMeter:

@@ -208,6 +208,7 @@ class ResidentLedger:
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._few: Sequence[tuple[Optimizer, torch.Tensor]] = ()
         self._growing_bytes = 0
         self._state_entries = -1
         self._state_bytes = 0
@@ -235,6 +236,8 @@ class ResidentLedger:
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
         """Name the optimizers whose state is resident, and how much it grows to where it grows with every update."""
         self._optimizers = tuple(optimizers)
+        every = [(o, p) for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        self._few = every[:: max(1, len(every) // _FEW)]
         self._growing_bytes = growing_bytes
         self._state_entries = -1
 
@@ -263,10 +266,13 @@ class ResidentLedger:
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""
-        entries = 0
+        known = 0
         for optimizer in self._optimizers:
-            entries += len(optimizer.state)
-        if entries != self._state_entries or entries == 1:  # LBFGS has one entry, whose lists grow
+            known += len(optimizer.state)
+        entries = known
+        for optimizer, parameter in self._few:  # what comes later comes to all of them
+            entries += len(optimizer.state.get(parameter, ()))
+        if entries != self._state_entries or known == 1:  # LBFGS has one entry, whose lists grow
             self._state_entries = entries
             self._state_bytes = storage_bytes(
                 leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, probe_optimizer
@@ -25,6 +26,7 @@ class UpdateReserve:
         self._costs: list[tuple[Optimizer, OptimizerCost]] = []
         self._entries: dict[int, int] = {}
         self._versions: list[int] = []
+        self._nodes = 0
         self.cost = OptimizerCost(0, 0)
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
@@ -39,7 +41,13 @@ class UpdateReserve:
 
     def begins(self) -> None:
         """An update is about to be measured."""
+        self._nodes = torch._C._autograd._get_sequence_nr()
         self._versions = [_versions(optimizer) for optimizer, _ in self._costs]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there was a forward since it began (SAM's, a closure's): optimizers themselves make no graph."""
+        return torch._C._autograd._get_sequence_nr() > self._nodes
 
     def measured(self, transient_bytes: int) -> None:
         """The update as it really is replaces what was measured on small copies.

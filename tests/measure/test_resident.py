@@ -290,6 +290,20 @@ def test_the_history_of_lbfgs_is_reserved_in_full(history: int, search: str | No
     assert 0.75 * reserved <= max(peaks) <= reserved + 0.01 * parameters
 
 
+def test_state_that_comes_late_is_counted() -> None:
+    """An optimizer that begins to keep averages after some updates (Lookahead)."""
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ledger = ResidentLedger(model)
+    ledger.watch([optimizer])
+    sum(layer(torch.randn(2, 4)).sum() for layer in model).backward()
+    optimizer.step()
+    assert ledger.state_bytes() == 20 * 64
+    for parameter in model.parameters():
+        optimizer.state[parameter]["slow"] = parameter.detach().clone()
+    assert ledger.state_bytes() == 2 * 20 * 64
+
+
 def test_gradients_are_followed_among_many_parameters() -> None:
     """Those freed at once, those that come late to a parameter which had none, and those that are freed again."""
     model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(100))

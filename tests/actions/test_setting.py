@@ -1,0 +1,184 @@
+"""What others set for one call of a unit: its recomputation finds it again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lightning_mimose import Mimose
+from lightning_mimose.actions.setting import Settings
+
+ROWS = (96, 64, 128, 80, 112, 96, 64, 72)
+
+
+class Block(nn.Module):
+    """A residual block with one norm for each domain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        nn.init.normal_(self.norms[1].weight)  # type: ignore[arg-type]
+        self.dropout = nn.Dropout(0.1)
+        self.domain = 0
+        self.context: torch.Tensor | None = None
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.last: torch.Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        self.calls += 1
+        self.last = x.detach()
+        inside = self.dropout(self.activation(self.norms[self.domain](self.up(x))))
+        if self.context is not None:
+            inside = inside * self.context
+        out: torch.Tensor = x + self.down(inside)
+        return out
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A scalar."""
+    value: torch.Tensor = (model(batch) - 1).pow(2).mean()
+    return value
+
+
+def _blocks(model: nn.Module) -> Any:
+    return model.children()
+
+
+def domains(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """An index that is set before each of two calls."""
+    total = torch.zeros(())
+    for domain in (0, 1):
+        for block in _blocks(model):
+            block.domain = domain
+        total = total + loss_of(model, batch)
+    return total
+
+
+def rates(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A dropout that is strong for one call alone."""
+    for block in _blocks(model):
+        block.dropout.p = 0.5
+    loss = loss_of(model, batch)
+    for block in _blocks(model):
+        block.dropout.p = 0.1
+    return loss
+
+
+def contexts(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Tensors that are handed over as attributes, and replaced."""
+    total = torch.zeros(())
+    for factor in (1.0, 2.0):
+        for block in _blocks(model):
+            block.context = torch.full((batch.shape[0], 64), factor)
+        total = total + loss_of(model, batch)
+    for block in _blocks(model):
+        block.context = None
+    return total
+
+
+def functions(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Another activation for one call."""
+    for block in _blocks(model):
+        block.activation = torch.sin
+    loss = loss_of(model, batch)
+    for block in _blocks(model):
+        block.activation = torch.tanh
+    return loss
+
+
+def modes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A call in eval mode, whose gradients count."""
+    model.eval()
+    loss = loss_of(model, batch)
+    model.train()
+    return loss + loss_of(model, batch)
+
+
+def fast_weights(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """MAML's inner step, through which gradients flow."""
+    weights = dict(model.named_parameters())
+    inner = (functional_call(model, weights, (batch,)) + 1).pow(2).mean()
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True, materialize_grads=True)
+    fast = {name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), gradients, strict=True)}
+    value: torch.Tensor = (functional_call(model, fast, (batch,)) - 1).pow(2).mean()
+    return value
+
+
+def lent_weights(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Other weights for one call."""
+    lent = {name: 1.5 * weight for name, weight in model.named_parameters()}
+    value: torch.Tensor = functional_call(model, lent, (batch,)).pow(2).mean()
+    return value
+
+
+def trained(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], actions: list[str] | None) -> list[Any]:
+    """Weights and what forwards count, after some steps; without actions in a plain loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = [torch.randn(rows, 16) for rows in ROWS]
+    if actions:
+        with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn, actions=actions) as mimose:
+            for batch in batches:
+                mimose.step(batch)
+            assert mimose.records[0].recomputed_units == 4
+    else:
+        for batch in batches:
+            loss = loss_fn(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [*model.parameters(), *[torch.tensor(block.calls) for block in _blocks(model)]]
+
+
+@pytest.mark.filterwarnings("ignore:A step ran backward twice")
+@pytest.mark.parametrize("actions", [["recompute"], ["lean", "recompute"]])
+@pytest.mark.parametrize("loss_fn", [domains, rates, contexts, functions, modes, fast_weights, lent_weights])
+def test_a_recomputation_finds_what_its_forward_found(loss_fn: Any, actions: list[str]) -> None:
+    """Of the same shapes, so that no check of torch's would notice; bit-equal to the plain loop."""
+    assert all(map(torch.equal, trained(loss_fn, []), trained(loss_fn, actions)))
+
+
+def test_only_what_is_handed_over_is_held() -> None:
+    """Not what a hook leaves on a module after every call, which may be the storage of an activation."""
+    block = Block()
+    settings = Settings([weakref.ref(block)])
+    for _ in range(3):
+        block.context = torch.ones(64, 64)
+        setting = settings.note()
+        last, context = weakref.ref(block.last) if block.last is not None else None, weakref.ref(block.context)
+        block.last = (torch.randn(64, 16, requires_grad=True) * 2).detach()
+        block.context = None
+        assert last is None or last() is None
+        assert context() is not None
+        with settings.as_found(setting):
+            assert block.context is context()
+        assert block.context is None
+
+
+def test_attributes_that_come_and_go() -> None:
+    """Kinds of values change, names appear, and what the forward writes itself is left alone."""
+    block, written = Block(), set()
+    settings = Settings([weakref.ref(module) for module in block.modules()], lambda: written)
+    first = settings.note()
+    block.context, block.scale = torch.ones(1), 2.0  # type: ignore[assignment]
+    second = settings.note()
+    block.scale = 3.0  # type: ignore[assignment]
+    with settings.as_found(first):
+        assert block.context is None
+        assert block.scale == 3.0
+    with settings.as_found(second):
+        assert block.scale == 2.0
+    written.add((id(block), "scale"))
+    with settings.as_found(second):
+        assert block.scale == 3.0
+    assert block.scale == 3.0
