@@ -46,12 +46,12 @@ class Setting(NamedTuple):
     """What one forward found.
 
     Attributes:
-        weights: The parameters of every module, in order.
+        members: Parameters, buffers, submodules and hooks of every module, in order.
         attributes: The values of what is watched, in order.
         watched: What that was then.
     """
 
-    weights: list[Any]
+    members: list[dict[Any, Any]]
     attributes: list[Any]
     watched: Sequence[_Watched]
 
@@ -105,20 +105,19 @@ class Settings:
             found = [
                 _Left(value) if _is_tensor(value) and weakref.ref(value) in self._left else value for value in found
             ]
-        return Setting(self._weights(), found, self._watched)
+        return Setting([each.copy() for each in self._members()], found, self._watched)
 
     def as_found(self, setting: Setting) -> AbstractContextManager[None]:
         """Around a recomputation: what differs now from what the forward had found is as it was then."""
-        weights, now = self._weights(), self._look(setting.watched, kinds=False)
+        members, now = self._members(), self._look(setting.watched, kinds=False)
         then = setting.attributes
         if not _SIMPLE.issuperset(map(type, then)):
             then = [value.tensor() if type(value) is _Left else value for value in then]
             self._left = {weakref.ref(value) for value in now or () if _is_tensor(value)}
         if (
             now is not None
-            and len(now) == len(then)
-            and len(weights) == len(setting.weights)
-            and all(map(is_, chain(weights, now), chain(setting.weights, then)))
+            and list(map(len, members)) == list(map(len, setting.members))
+            and all(map(is_, chain(_values(members), now), chain(_values(setting.members), then)))
         ):
             return _NOTHING
         return self._lent(setting._replace(attributes=then))
@@ -126,10 +125,15 @@ class Settings:
     @contextmanager
     def _lent(self, setting: Setting) -> Iterator[None]:
         before: list[tuple[dict[str, Any], str, Any]] = []
-        weights, attributes, written = iter(setting.weights), iter(setting.attributes), self._written()
+        attributes, members, written = iter(setting.attributes), iter(setting.members), self._written()
         for module in self._alive():
-            lent = [(module._parameters, name, next(weights, None)) for name in module._parameters]
-            before += [(inside, name, value) for inside, name, value in lent if inside[name] is not value]
+            for kind, found in zip(_MEMBERS, members, strict=False):
+                inside = vars(module)[kind]
+                if kind in _BY_NAME:
+                    changed = [(name, value) for name, value in found.items() if inside.get(name) is not value]
+                    before += [(inside, name, value) for name, value in changed if (id(module), name) not in written]
+                elif found.keys() != inside.keys():
+                    before.append((vars(module), kind, found))
         for watched in setting.watched:
             owner = watched.module()
             for name in watched.names:
@@ -151,8 +155,8 @@ class Settings:
     def _alive(self) -> Iterator[nn.Module]:
         return (module for ref in self._modules if (module := ref()) is not None)
 
-    def _weights(self) -> list[Any]:
-        return [weight for module in self._alive() for weight in module._parameters.values()]
+    def _members(self) -> list[dict[Any, Any]]:
+        return [each for module in self._alive() for each in _members_of(module.__dict__)]
 
     def _look(self, watched: Sequence[_Watched], *, kinds: bool = True) -> list[Any] | None:
         """The values; None where what is to be watched has changed.
@@ -188,7 +192,21 @@ class Settings:
         return watched
 
 
+_BY_NAME = ("_parameters", "_buffers", "_modules")
+_MEMBERS = (
+    *_BY_NAME,
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+_members_of = itemgetter(*_MEMBERS)
 _SIMPLE = frozenset({int, float, bool, str, type(None)})
+
+
+def _values(members: Sequence[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, members))
 
 
 def _is_tensor(value: Any) -> bool:

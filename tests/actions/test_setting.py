@@ -25,6 +25,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
         nn.init.normal_(self.norms[1].weight)  # type: ignore[arg-type]
+        self.between: nn.Module = nn.Identity()
+        self.register_buffer("scale", torch.ones(16))
         self.dropout = nn.Dropout(0.1)
         self.domain = 0
         self.context: torch.Tensor | None = None
@@ -36,10 +38,10 @@ class Block(nn.Module):
         """Adds to its input."""
         self.calls += 1
         self.last = x.detach()
-        inside = self.dropout(self.activation(self.norms[self.domain](self.up(x))))
+        inside = self.dropout(self.activation(self.between(self.norms[self.domain](self.up(x)))))
         if self.context is not None:
             inside = inside * self.context
-        out: torch.Tensor = x + self.down(inside)
+        out: torch.Tensor = x + self.down(inside) * self.scale
         return out
 
 
@@ -95,6 +97,29 @@ def functions(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def members(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Another part and another buffer for one call."""
+    for block in _blocks(model):
+        block.between, block.scale = nn.Sigmoid(), torch.full((16,), 2.0)
+    loss = loss_of(model, batch)
+    for block in _blocks(model):
+        block.between, block.scale = nn.Identity(), torch.ones(16)
+    return loss
+
+
+def hooks(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """One that changes what a layer returns, for one call."""
+    handles = [block.up.register_forward_hook(lambda _, __, out: 2 * out) for block in _blocks(model)]
+    handles += [
+        block.down.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+        for block in _blocks(model)
+    ]
+    loss = loss_of(model, batch)
+    for handle in handles:
+        handle.remove()
+    return loss + loss_of(model, batch)
+
+
 def modes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """A call in eval mode, whose gradients count."""
     model.eval()
@@ -142,7 +167,9 @@ def trained(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], actions:
 
 @pytest.mark.filterwarnings("ignore:A step ran backward twice")
 @pytest.mark.parametrize("actions", [["recompute"], ["lean", "recompute"]])
-@pytest.mark.parametrize("loss_fn", [domains, rates, contexts, functions, modes, fast_weights, lent_weights])
+@pytest.mark.parametrize(
+    "loss_fn", [domains, rates, contexts, functions, members, hooks, modes, fast_weights, lent_weights]
+)
 def test_a_recomputation_finds_what_its_forward_found(loss_fn: Any, actions: list[str]) -> None:
     """Of the same shapes, so that no check of torch's would notice; bit-equal to the plain loop."""
     assert all(map(torch.equal, trained(loss_fn, []), trained(loss_fn, actions)))
@@ -170,15 +197,15 @@ def test_attributes_that_come_and_go() -> None:
     block, written = Block(), set()
     settings = Settings([weakref.ref(module) for module in block.modules()], lambda: written)
     first = settings.note()
-    block.context, block.scale = torch.ones(1), 2.0  # type: ignore[assignment]
+    block.context, block.rate = torch.ones(1), 2.0  # type: ignore[assignment]
     second = settings.note()
-    block.scale = 3.0  # type: ignore[assignment]
+    block.rate = 3.0  # type: ignore[assignment]
     with settings.as_found(first):
         assert block.context is None
-        assert block.scale == 3.0
+        assert block.rate == 3.0
     with settings.as_found(second):
-        assert block.scale == 2.0
-    written.add((id(block), "scale"))
+        assert block.rate == 2.0
+    written.add((id(block), "rate"))
     with settings.as_found(second):
-        assert block.scale == 3.0
-    assert block.scale == 3.0
+        assert block.rate == 3.0
+    assert block.rate == 3.0
