@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
-from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -48,11 +47,13 @@ class Setting(NamedTuple):
     Attributes:
         members: Parameters, buffers, submodules and hooks of every module, in order.
         attributes: The values of what is watched, in order.
+        tensors: Whether there are tensors among them.
         watched: What that was then.
     """
 
     members: list[dict[Any, Any]]
     attributes: list[Any]
+    tensors: bool
     watched: Sequence[_Watched]
 
 
@@ -98,28 +99,26 @@ class Settings:
     def note(self) -> Setting:
         """What is there now."""
         found = None if self._watched is None else self._look(self._watched)
-        if self._watched is None or found is None:
+        others = set(map(type, found or ())) - _SIMPLE
+        if self._watched is None or found is None or (others and not _are_watched(found, others)):
             self._watched = self._watch()
             found = self._look(self._watched) or []
-        if not _SIMPLE.issuperset(map(type, found)):
-            found = [
-                _Left(value) if _is_tensor(value) and weakref.ref(value) in self._left else value for value in found
-            ]
-        return Setting([each.copy() for each in self._members()], found, self._watched)
+            others = set(map(type, found)) - _SIMPLE
+        tensors = any(issubclass(kind, torch.Tensor) for kind in others)
+        if tensors:
+            found = [_Left(each) if _is_tensor(each) and weakref.ref(each) in self._left else each for each in found]
+        return Setting([each.copy() if each else _EMPTY for each in self._members()], found, tensors, self._watched)
 
     def as_found(self, setting: Setting) -> AbstractContextManager[None]:
         """Around a recomputation: what differs now from what the forward had found is as it was then."""
-        members, now = self._members(), self._look(setting.watched, kinds=False)
-        then = setting.attributes
-        if not _SIMPLE.issuperset(map(type, then)):
+        then, now = setting.attributes, self._look(setting.watched)
+        if setting.tensors:
             then = [value.tensor() if type(value) is _Left else value for value in then]
             self._left = {weakref.ref(value) for value in now or () if _is_tensor(value)}
-        if (
-            now is not None
-            and list(map(len, members)) == list(map(len, setting.members))
-            and all(map(is_, chain(_values(members), now), chain(_values(setting.members), then)))
-        ):
-            return _NOTHING
+        if now is not None and len(now) == len(then) and all(map(is_, now, then)):
+            with suppress(RuntimeError, TypeError):  # another tensor is compared by its elements: then it is another
+                if self._members() == setting.members:
+                    return _NOTHING
         return self._lent(setting._replace(attributes=then))
 
     @contextmanager
@@ -158,13 +157,8 @@ class Settings:
     def _members(self) -> list[dict[Any, Any]]:
         return [each for module in self._alive() for each in _members_of(module.__dict__)]
 
-    def _look(self, watched: Sequence[_Watched], *, kinds: bool = True) -> list[Any] | None:
-        """The values; None where what is to be watched has changed.
-
-        Args:
-            watched: Where to look.
-            kinds: Whether it has changed also where a value is of a kind that is not watched.
-        """
+    def _look(self, watched: Sequence[_Watched]) -> list[Any] | None:
+        """The values; None where names have come or gone."""
         found: list[Any] = []
         for ref, _, get, size in watched:
             module = ref()
@@ -174,9 +168,6 @@ class Settings:
             if len(inside) != size:
                 return None
             found += get(inside)
-        others = set(map(type, found)) - _SIMPLE if kinds else None
-        if others and not all(_is_watched(value) for value in found if type(value) in others):
-            return None
         return found
 
     def _watch(self) -> list[_Watched]:
@@ -202,11 +193,12 @@ _MEMBERS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _members_of = itemgetter(*_MEMBERS)
+_EMPTY: dict[Any, Any] = {}
 _SIMPLE = frozenset({int, float, bool, str, type(None)})
 
 
-def _values(members: Sequence[dict[Any, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, members))
+def _are_watched(values: Sequence[Any], kinds: Collection[type]) -> bool:
+    return all(_is_watched(value) for value in values if type(value) in kinds)
 
 
 def _is_tensor(value: Any) -> bool:
