@@ -55,7 +55,7 @@ class Decisions:
     ) -> None:
         self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
         self._update, self._refuser, self._trials = update, refuser, trials
-        self._agreement, self._tenancy = agreement, tenancy
+        self.agreement, self._tenancy = agreement, tenancy
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
@@ -86,8 +86,8 @@ class Decisions:
             except BudgetInfeasibleError as found:
                 error = found
         actions = None
-        if self._agreement is not None:
-            advice, actions = self._consensus.reach(self._agreement, size, resident, advice, error)
+        if self.agreement is not None:
+            advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)
         elif error is not None:
             raise error
         if advice.plan is None:

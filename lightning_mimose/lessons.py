@@ -154,8 +154,8 @@ class Lessons:
                 self._told_apart = True
                 warnings.warn(
                     "A step ran backward twice over one graph (retain_graph or create_graph), or in the midst of its "
-                    "forward (torch.autograd.grad): what is kept lives to another end than predictions describe, so "
-                    "such steps recompute as much as they can.",
+                    "forward (torch.autograd.grad, or a backward of its own in the loss): what is kept lives to "
+                    "another end than predictions describe, so such steps recompute as much as they can.",
                     stacklevel=5,
                 )
         elif step.retried:

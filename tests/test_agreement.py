@@ -81,7 +81,9 @@ def test_sheltered_where_no_plan_fits_everywhere(fits_there: bool) -> None:
         assert not mimose.records[-1].sheltered
         engine = mimose._engine
         assert engine is not None
-        engine.agreement = Told(Word({}, A), NOWHERE, (None, fits_there), NOWHERE, None, None)
+        engine.agreement = engine._decisions.agreement = Told(
+            Word({}, A), NOWHERE, (None, fits_there), NOWHERE, None, None
+        )
         try:
             if fits_there:
                 mimose.step(torch.randn(64, 32))

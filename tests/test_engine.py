@@ -140,6 +140,7 @@ def test_accumulated_gradients_are_resident() -> None:
             assert record.predicted_peak_bytes == pytest.approx(meter.peak_bytes, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:A step ran backward twice")
 def test_several_backward_passes_in_one_step() -> None:
     """A GAN's two losses: sheltered, exact, and the step is learnt or left, but never wrong."""
     model, batch = TinyText(layers=2), text_batch()

@@ -79,6 +79,7 @@ class StepRecorder:
             for tensor in saved_in_graph(loss.grad_fn):
                 self._saved_between.update(self._storages.in_order(tensor))
         self.mark("step", "backward")
+        self.replays.forward_goes_on()
         self.replays.in_backward = True
 
     @property
@@ -135,6 +136,7 @@ class StepRecorder:
 
     def enter(self, unit: str, action: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Begin a call in forward."""
+        self.replays.forward_goes_on()
         occurrence = self._occurrences.get(unit, 0)
         self._occurrences[unit] = occurrence + 1
         call = Call(unit, occurrence, self._stack[-1] if self._stack else None, action)

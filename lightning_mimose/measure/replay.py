@@ -62,12 +62,19 @@ class Replays:
         none inside it."""
         self._stack: list[Call] = []
         self._flops_before: dict[str, tuple[int, int]] = {}
-        self.in_backward = self.passes_apart = False
+        self.in_backward = self.passes_apart = self._early = False
 
     @property
     def running(self) -> bool:
         """Whether a recomputation is under way."""
         return self._expected is not None
+
+    def forward_goes_on(self) -> None:
+        """There is more of it: what ran again before belonged to a pass in its midst.
+
+        Otherwise that pass may be the step's own, which nobody announced.
+        """
+        self.passes_apart |= self._early
 
     @contextmanager
     def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
@@ -76,7 +83,7 @@ class Replays:
             self.passes_apart = True
             yield
             return
-        self.passes_apart |= not self.in_backward
+        self._early |= not self.in_backward
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None:
             yield

@@ -119,6 +119,25 @@ def test_a_gan() -> None:
     pair(task=Adversarial, data=few(count=8))
 
 
+class Unannounced(Task):
+    """Manual optimization with the loss's own backward, of which Lightning hears nothing."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        """One update."""
+        optimizer = self.optimizers()
+        loss = self.model(**batch).loss
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        loss.backward()
+        optimizer.step()  # type: ignore[union-attr]
+
+
+def test_a_backward_that_is_not_announced() -> None:
+    """It is the step's own if no forward follows."""
+    pair(task=Unannounced, data=few(count=12))
+
+
 class Newton(Task):
     """LBFGS evaluates its closure several times a step."""
 
