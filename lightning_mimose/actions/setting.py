@@ -8,6 +8,7 @@ without anybody noticing. So they are noted before a forward, and lent to its re
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
@@ -132,7 +133,7 @@ class Settings:
                     changed = [(name, value) for name, value in found.items() if inside.get(name) is not value]
                     before += [(inside, name, value) for name, value in changed if (id(module), name) not in written]
                 elif found.keys() != inside.keys():
-                    before.append((vars(module), kind, found))
+                    before.append((vars(module), kind, OrderedDict(found)))
         for watched in setting.watched:
             owner = watched.module()
             for name in watched.names:
