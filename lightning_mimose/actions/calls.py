@@ -46,6 +46,8 @@ class _Calls:
     def __init__(self, unit: Unit, session: Session, original: Callable[..., Any]) -> None:
         self._name, self._session, self._original = unit.name, session, original
         self._state = WrittenState(unit.module)
+        self._state.settings.unit = unit.name
+        self._usual: object = None
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
         self._divisible = Divisible(self._state)
@@ -88,6 +90,7 @@ class _Calls:
             return self._offloaded(self._session.offloader, args, kwargs)
         if action in REPEATING:
             flat = flattened(args, kwargs)
+            self._usual = self._state.settings.usual()
             if self._can_be_repeated(flat[0], args, kwargs):
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], flat, args, kwargs)

@@ -10,18 +10,24 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_mimose.errors import RecomputeError
+
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 _OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
+LONGEST = 32
+"""Items of a container that is watched."""
+OTHER_MODE = "it was switched between training and eval mode before its backward"
 Place = tuple[int, str]
 """Identity of a module, and a name in it."""
 
@@ -31,7 +37,7 @@ class _Watched(NamedTuple):
 
     Attributes:
         module: The module.
-        names: Attributes that were plain values, or tensors that are no activations, when it was looked at.
+        names: Its attributes.
         get: Gets them from the module's dictionary, as a tuple.
         size: How many names that had.
     """
@@ -42,104 +48,129 @@ class _Watched(NamedTuple):
     size: int
 
 
+class _Members:
+    """Parameters, buffers, submodules and hooks of every module of a unit, as they were once.
+
+    Attributes:
+        names: By name, in the order of `_MEMBERS` for every module.
+        values: All of them.
+    """
+
+    __slots__ = ("__weakref__", "names", "values")
+
+    def __init__(self, members: Sequence[dict[Any, Any]]) -> None:
+        self.names = [each.copy() if each else _EMPTY for each in members]
+        self.values = _values(members)
+
+
 class Setting(NamedTuple):
     """What one forward found.
 
     Attributes:
-        members: Parameters, buffers, submodules and hooks of every module, in order.
+        members: What its modules had: none of its own where that was what they always have, lest a graph that outlives
+            the step keep the unit alive.
+        usual: What they always have, as long as that is known.
         attributes: The values of what is watched, in order.
-        tensors: Whether there are tensors among them.
         watched: What that was then.
     """
 
-    members: list[dict[Any, Any]]
+    members: _Members | None
+    usual: Callable[[], _Members | None]
     attributes: list[Any]
-    tensors: bool
     watched: Sequence[_Watched]
 
 
 class _Gone:
-    """Stands for what is not there."""
+    """Stands for what is not there, or not watched."""
 
 
 _GONE = _Gone()
 
 
-class _Left:
-    """A tensor that is not held."""
-
-    __slots__ = ("_ref",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._ref = weakref.ref(tensor)
-
-    def tensor(self) -> Any:
-        tensor = self._ref()
-        return _GONE if tensor is None else tensor
-
-
 class Settings:
     """Notes what forwards of one unit find, and lends it to recomputations.
 
-    Attributes are watched that are numbers, names and the like, functions, or tensors; not activations, nor what is
-    inside objects of other kinds. A tensor is held until it is lent, unless it was there already when the unit last ran
-    again: then it is one that somebody leaves behind (a hook that keeps results) rather than hands over.
+    Attributes are watched that are numbers, names and the like, short containers of such, functions, or tensors; not
+    activations, nor what is inside objects of other kinds.
 
     Args:
         modules: The unit and what is inside it.
-        written: Names the places that the forward itself writes, which are put back otherwise.
+        written: Names the places that the forward itself writes, which are put back otherwise; in any mode of the
+            modules, or in the present one.
+
+    Attributes:
+        unit: Its name, for errors.
     """
 
     def __init__(
-        self, modules: Sequence[weakref.ref[nn.Module]], written: Callable[[], Collection[Place]] = frozenset
+        self,
+        modules: Sequence[weakref.ref[nn.Module]],
+        written: Callable[[bool], Collection[Place]] = lambda anyhow: frozenset(),
     ) -> None:
         self._modules, self._written = modules, written
         self._watched: list[_Watched] | None = None
-        self._left: set[weakref.ref[torch.Tensor]] = set()
+        self._usual: Callable[[], _Members | None] = lambda: None
+        self.unit = ""
 
     def note(self) -> Setting:
         """What is there now."""
         found = None if self._watched is None else self._look(self._watched)
-        others = set(map(type, found or ())) - _SIMPLE
-        if self._watched is None or found is None or (others and not _are_watched(found, others)):
+        if self._watched is None or found is None:
             self._watched = self._watch()
             found = self._look(self._watched) or []
-            others = set(map(type, found)) - _SIMPLE
-        tensors = any(issubclass(kind, torch.Tensor) for kind in others)
-        if tensors:
-            found = [_Left(each) if _is_tensor(each) and weakref.ref(each) in self._left else each for each in found]
-        return Setting([each.copy() if each else _EMPTY for each in self._members()], found, tensors, self._watched)
+        members, usual = self._members(), self._usual()
+        is_usual = usual is not None and _same(_values(members), usual.values)
+        return Setting(None if is_usual else _Members(members), self._usual, found, self._watched)
+
+    def usual(self) -> object:
+        """What its modules have now, if it is not known what they usually have: to be kept by whoever patches the unit.
+
+        Not here: a graph that is left behind has what is here, and Python's collector does not see through it.
+        """
+        usual = self._usual()
+        if usual is None:
+            usual = _Members(self._members())
+            self._usual = weakref.ref(usual)
+        return usual
 
     def as_found(self, setting: Setting) -> AbstractContextManager[None]:
-        """Around a recomputation: what differs now from what the forward had found is as it was then."""
-        then, now = setting.attributes, self._look(setting.watched)
-        if setting.tensors:
-            then = [value.tensor() if type(value) is _Left else value for value in then]
-            self._left = {weakref.ref(value) for value in now or () if _is_tensor(value)}
-        if now is not None and len(now) == len(then) and all(map(is_, now, then)):
-            with suppress(RuntimeError, TypeError):  # another tensor is compared by its elements: then it is another
-                if self._members() == setting.members:
-                    return _NOTHING
-        return self._lent(setting._replace(attributes=then))
+        """Around a recomputation: what differs now from what the forward had found is as it was then.
+
+        Raises:
+            RecomputeError: The modules' mode is another one, in which other things may be written.
+        """
+        now, members = self._look(setting.watched), setting.members or setting.usual()
+        is_same = now is not None and _same(now, setting.attributes)
+        if is_same and (members is None or _same(_values(self._members()), members.values)):
+            return _NOTHING
+        return self._lent(setting, members)
 
     @contextmanager
-    def _lent(self, setting: Setting) -> Iterator[None]:
+    def _lent(self, setting: Setting, members: _Members | None) -> Iterator[None]:
         before: list[tuple[dict[str, Any], str, Any]] = []
-        attributes, members, written = iter(setting.attributes), iter(setting.members), self._written()
-        for module in self._alive():
-            for kind, found in zip(_MEMBERS, members, strict=False):
+        attributes, written = iter(setting.attributes), self._written(False)
+        for watched in setting.watched:
+            owner = watched.module()
+            for name in watched.names:
+                value = next(attributes, _GONE)
+                if owner is None or value is _GONE or (id(owner), name) in written:
+                    continue
+                if name == "training" and owner.training is not value:
+                    raise RecomputeError({self.unit: OTHER_MODE})
+                before.append((vars(owner), name, value))
+        found_of = iter(members.names if members is not None else ())
+        for ref in self._modules if members is not None else ():
+            module = ref()
+            for kind in _MEMBERS:
+                found = next(found_of)
+                if module is None:
+                    continue
                 inside = vars(module)[kind]
                 if kind in _BY_NAME:
                     changed = [(name, value) for name, value in found.items() if inside.get(name) is not value]
                     before += [(inside, name, value) for name, value in changed if (id(module), name) not in written]
                 elif found.keys() != inside.keys():
                     before.append((vars(module), kind, OrderedDict(found)))
-        for watched in setting.watched:
-            owner = watched.module()
-            for name in watched.names:
-                value = next(attributes, _GONE)
-                if owner is not None and value is not _GONE and (id(owner), name) not in written:
-                    before.append((vars(owner), name, value))
         now = [(inside, name, inside.get(name, _GONE)) for inside, name, _ in before]
         for inside, name, value in before:
             inside[name] = value
@@ -156,30 +187,32 @@ class Settings:
         return (module for ref in self._modules if (module := ref()) is not None)
 
     def _members(self) -> list[dict[Any, Any]]:
-        return [each for module in self._alive() for each in _members_of(module.__dict__)]
+        found: list[dict[Any, Any]] = []
+        for ref in self._modules:
+            module = ref()
+            found += _NONE if module is None else _members_of(module.__dict__)
+        return found
 
     def _look(self, watched: Sequence[_Watched]) -> list[Any] | None:
         """The values; None where names have come or gone."""
         found: list[Any] = []
         for ref, _, get, size in watched:
             module = ref()
-            if module is None:
+            if module is None or len(module.__dict__) != size:
                 return None
-            inside = module.__dict__
-            if len(inside) != size:
+            try:
+                found += get(module.__dict__)
+            except KeyError:
                 return None
-            found += get(inside)
-        return found
+        if _SIMPLE.issuperset(map(type, found)):
+            return found
+        return [value if type(value) in _SIMPLE or _is_watched(value) else _GONE for value in found]
 
     def _watch(self) -> list[_Watched]:
-        watched, written = [], self._written()
+        watched, written = [], self._written(True)
         for module in self._alive():
             inside = vars(module)
-            names = tuple(
-                name
-                for name, value in inside.items()
-                if name not in _OWN and (id(module), name) not in written and _is_watched(value)
-            )
+            names = tuple(name for name in inside if name not in _OWN and (id(module), name) not in written)
             watched.append(_Watched(weakref.ref(module), names, _getter(names), len(inside)))
         return watched
 
@@ -195,20 +228,24 @@ _MEMBERS = (
 )
 _members_of = itemgetter(*_MEMBERS)
 _EMPTY: dict[Any, Any] = {}
+_NONE = (_EMPTY,) * len(_MEMBERS)
 _SIMPLE = frozenset({int, float, bool, str, type(None)})
 
 
-def _are_watched(values: Sequence[Any], kinds: Collection[type]) -> bool:
-    return all(_is_watched(value) for value in values if type(value) in kinds)
+def _values(members: Sequence[dict[Any, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, members))]
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether they are the same objects; tensors would be compared by their elements otherwise."""
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _is_watched(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return len(value) <= LONGEST and all(isinstance(each, _PLAIN) for each in value)
     return isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module))
 
 

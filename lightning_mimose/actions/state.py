@@ -97,10 +97,14 @@ class WrittenState:
     def _mode_now(self) -> tuple[bool, ...]:
         return tuple([module.training for ref in self._modules if (module := ref()) is not None])
 
-    def written(self) -> set[tuple[int, str]]:
-        """Where forwards of any mode are known to write: identities of modules, and names in them."""
-        every = (place for known in self._written.values() for place in known)
-        return {(id(ref()), name) for ref, name in every if ref is not None}
+    def written(self, anyhow: bool) -> set[tuple[int, str]]:
+        """Where forwards are known to write: identities of modules, and names in them.
+
+        Args:
+            anyhow: In any mode, or in the present one.
+        """
+        known = [*self._written.values()] if anyhow else [self._written.get(self._mode_now(), [])]
+        return {(id(ref()), name) for places_ in known for ref, name in places_ if ref is not None}
 
     def before_forward(self) -> Saved:
         """Copy what the forward may write (all there is until it is known which it does)."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, probe_optimizer
 from lightning_mimose.predict.structure import Resident
@@ -27,6 +28,8 @@ class UpdateReserve:
         self._entries: dict[int, int] = {}
         self._versions: list[int] = []
         self._nodes = 0
+        self._trained: torch.Tensor | None = None
+        self._gradient: TensorWeakRef | None = None
         self.cost = OptimizerCost(0, 0)
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
@@ -42,12 +45,18 @@ class UpdateReserve:
     def begins(self) -> None:
         """An update is about to be measured."""
         self._nodes = torch._C._autograd._get_sequence_nr()
+        every = (p for optimizer, _ in self._costs for group in optimizer.param_groups for p in group["params"])
+        self._trained = next((p for p in every if p.grad is not None), None)
+        grad = None if self._trained is None else self._trained.grad
+        self._gradient = None if grad is None else TensorWeakRef(grad)
         self._versions = [_versions(optimizer) for optimizer, _ in self._costs]
 
     @property
     def evaluates(self) -> bool:
-        """Whether there was a forward since it began (SAM's, a closure's): optimizers themselves make no graph."""
-        return torch._C._autograd._get_sequence_nr() > self._nodes
+        """Whether there was another backward since it began (SAM's, a closure's): a graph, and another gradient."""
+        if self._trained is None or self._gradient is None or torch._C._autograd._get_sequence_nr() <= self._nodes:
+            return False
+        return self._trained.grad is not None and self._gradient() is not self._trained.grad
 
     def measured(self, transient_bytes: int) -> None:
         """The update as it really is replaces what was measured on small copies.
