@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
@@ -22,13 +21,12 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_mimose.actions.proof import DIFFERS
 from lightning_mimose.actions.step_state import StepState
 from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memory
+from lightning_mimose.measure.resident import versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Result = TypeVar("Result")
-
-_VERSION = attrgetter("_version")
 
 MOST_FAILURES_IN_A_ROW = 10
 """Steps in a row that may run out of memory before the budget is called unrealistic."""
@@ -189,7 +187,7 @@ class _Before:
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._copy = state.copy(learning=learning)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._parameters, self._versions = parameters, _versions(parameters)
+        self._parameters, self._versions = parameters, versions(parameters)
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Backward will add to these gradients; which it has added to is told by their versions, at no cost."""
@@ -197,7 +195,7 @@ class _Before:
 
     def lost(self) -> str:
         """Why nothing can be put back, if so: parameters are too large to be copied on every step."""
-        written = _versions(self._parameters) != self._versions
+        written = versions(self._parameters) != self._versions
         return "the failed attempt had written parameters" if written else ""
 
     def learn(self) -> None:
@@ -223,11 +221,6 @@ class _Before:
             else:
                 parameter.grad = gradient
         return whole
-
-
-def _versions(parameters: Sequence[nn.Parameter]) -> int:
-    """A number that grows whenever one of them is written: versions only grow."""
-    return sum(map(_VERSION, parameters))
 
 
 @contextmanager

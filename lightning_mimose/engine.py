@@ -114,7 +114,6 @@ class Engine:
             self.host = HostMemory(self._host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
-        self.agreement = Agreement(ranks) if len(ranks) > 1 else None
         self._refuser = Refuser(self.advisor, on_infeasible)
         self.tenancy: Tenancy | None = None
         if shared is not None:
@@ -134,7 +133,7 @@ class Engine:
             self._refuser,
             self._trials,
             self._attachment,
-            self.agreement,
+            Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
@@ -145,6 +144,11 @@ class Engine:
     def budget_bytes(self) -> int:
         """The budget in force."""
         return self.advisor.budget_bytes
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """How the ranks of a sharded model come to one plan, if it is one."""
+        return self._decisions.agreement
 
     def _host_bytes(self, host_budget: str | int | float | None) -> int:
         memory = device_memory(torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from operator import is_
 from types import TracebackType
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.attempts import Attempts
 from lightning_mimose.engine import Engine
 from lightning_mimose.errors import LossError
+from lightning_mimose.measure.resident import optimized
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
@@ -122,7 +122,7 @@ class Mimose:
         self._attempts: Attempts | None = Attempts(
             self._engine,
             model,
-            list(dict.fromkeys(chain(model.parameters(), *(g["params"] for o in optimizers for g in o.param_groups)))),
+            list(dict.fromkeys([*model.parameters(), *optimized(*optimizers)])),
             self._engine.device,
             retry=on_oom == "retry",
             forbids=lambda: forbidden,
@@ -195,11 +195,10 @@ class Mimose:
         """Those of the optimizers, which may hold parameters of the loss, and of what else the model has."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        optimized = groups[0] if len(groups) == 1 else [*chain.from_iterable(groups)]
-        if len(optimized) != len(self._optimized) or not all(map(is_, optimized, self._optimized)):
-            self._optimized = list(optimized)
-            self._has_all = set(map(id, model.parameters())) <= set(map(id, optimized))
+        found = optimized(*self._optimizers)
+        if len(found) != len(self._optimized) or not all(map(is_, found, self._optimized)):
+            self._optimized = found
+            self._has_all = set(map(id, model.parameters())) <= set(map(id, found))
         if not self._has_all:  # the model's own walks through all its modules
             model.zero_grad(set_to_none=True)
 

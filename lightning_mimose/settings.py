@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.errors import LossError, MimoseError
+from lightning_mimose.measure.resident import optimized
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -71,7 +72,7 @@ def checked_optimizers(given: Any, update_fn: object, model: nn.Module) -> tuple
             )
         return optimizers
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    updated = set(map(id, optimized(*optimizers)))
     if trained and not trained & updated:
         warnings.warn(
             f"mimose: none of the {len(updated)} parameters that the optimizer updates is one of the model's "

@@ -81,9 +81,7 @@ def test_sheltered_where_no_plan_fits_everywhere(fits_there: bool) -> None:
         assert not mimose.records[-1].sheltered
         engine = mimose._engine
         assert engine is not None
-        engine.agreement = engine._decisions.agreement = Told(
-            Word({}, A), NOWHERE, (None, fits_there), NOWHERE, None, None
-        )
+        engine._decisions.agreement = Told(Word({}, A), NOWHERE, (None, fits_there), NOWHERE, None, None)
         try:
             if fits_there:
                 mimose.step(torch.randn(64, 32))
@@ -92,4 +90,4 @@ def test_sheltered_where_no_plan_fits_everywhere(fits_there: bool) -> None:
                 with pytest.raises(BudgetInfeasibleError, match="all ranks share"):
                     mimose.step(torch.randn(64, 32))
         finally:
-            engine.agreement = None
+            engine._decisions.agreement = None

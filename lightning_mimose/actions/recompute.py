@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.setting import PLAIN
 from lightning_mimose.actions.state import Saved, WrittenState
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
@@ -48,7 +48,7 @@ class RegionObserver(Protocol):
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, nn.Module)
+_PLAIN = (*PLAIN, slice, nn.Module)
 
 
 def unrepeatable_argument(leaves: Sequence[Any]) -> str | None:

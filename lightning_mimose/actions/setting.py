@@ -21,15 +21,19 @@ from torch import nn
 
 from lightning_mimose.errors import RecomputeError
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
-_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_mimose_original_forward"}
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
+"""Values that nobody can change."""
+OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
+_UNWATCHED = OWN - {"training"}
 _NOTHING: AbstractContextManager[None] = nullcontext()
 LONGEST = 32
 """Items of a container that is watched."""
 OTHER_MODE = "it was switched between training and eval mode before its backward"
 Place = tuple[int, str]
 """Identity of a module, and a name in it."""
+_Entry = tuple[dict[str, Any], str, Any]
+"""What something is to be put back into, its name, and its value."""
 
 
 class _Watched(NamedTuple):
@@ -147,30 +151,8 @@ class Settings:
 
     @contextmanager
     def _lent(self, setting: Setting, members: _Members | None) -> Iterator[None]:
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        attributes, written = iter(setting.attributes), self._written(False)
-        for watched in setting.watched:
-            owner = watched.module()
-            for name in watched.names:
-                value = next(attributes, _GONE)
-                if owner is None or value is _GONE or (id(owner), name) in written:
-                    continue
-                if name == "training" and owner.training is not value:
-                    raise RecomputeError({self.unit: OTHER_MODE})
-                before.append((vars(owner), name, value))
-        found_of = iter(members.names if members is not None else ())
-        for ref in self._modules if members is not None else ():
-            module = ref()
-            for kind in _MEMBERS:
-                found = next(found_of)
-                if module is None:
-                    continue
-                inside = vars(module)[kind]
-                if kind in _BY_NAME:
-                    changed = [(name, value) for name, value in found.items() if inside.get(name) is not value]
-                    before += [(inside, name, value) for name, value in changed if (id(module), name) not in written]
-                elif found.keys() != inside.keys():
-                    before.append((vars(module), kind, OrderedDict(found)))
+        written = self._written(False)
+        before = [*self._other_attributes(setting, written), *self._other_members(members, written)]
         now = [(inside, name, inside.get(name, _GONE)) for inside, name, _ in before]
         for inside, name, value in before:
             inside[name] = value
@@ -183,8 +165,33 @@ class Settings:
                 else:
                     inside[name] = value
 
-    def _alive(self) -> Iterator[nn.Module]:
-        return (module for ref in self._modules if (module := ref()) is not None)
+    def _other_attributes(self, setting: Setting, written: Collection[Place]) -> Iterator[_Entry]:
+        attributes = iter(setting.attributes)
+        for watched in setting.watched:
+            owner = watched.module()
+            for name, value in zip(watched.names, attributes, strict=False):
+                if owner is None or value is _GONE or (id(owner), name) in written:
+                    continue
+                if name == "training" and owner.training is not value:
+                    raise RecomputeError({self.unit: OTHER_MODE})
+                yield vars(owner), name, value
+
+    def _other_members(self, members: _Members | None, written: Collection[Place]) -> Iterator[_Entry]:
+        if members is None:
+            return
+        found_of = iter(members.names)
+        for ref in self._modules:
+            module = ref()
+            for kind, found in zip(_MEMBERS, found_of, strict=False):
+                if module is None:
+                    continue
+                inside = vars(module)[kind]
+                if kind in _BY_NAME:
+                    for name, value in found.items():
+                        if inside.get(name) is not value and (id(module), name) not in written:
+                            yield inside, name, value
+                elif found.keys() != inside.keys():
+                    yield vars(module), kind, OrderedDict(found)
 
     def _members(self) -> list[dict[Any, Any]]:
         found: list[dict[Any, Any]] = []
@@ -210,10 +217,13 @@ class Settings:
 
     def _watch(self) -> list[_Watched]:
         watched, written = [], self._written(True)
-        for module in self._alive():
+        for ref in self._modules:
+            module = ref()
+            if module is None:
+                continue
             inside = vars(module)
-            names = tuple(name for name in inside if name not in _OWN and (id(module), name) not in written)
-            watched.append(_Watched(weakref.ref(module), names, _getter(names), len(inside)))
+            names = tuple(name for name in inside if name not in _UNWATCHED and (id(module), name) not in written)
+            watched.append(_Watched(ref, names, _getter(names), len(inside)))
         return watched
 
 
@@ -245,8 +255,8 @@ def _is_watched(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
     if isinstance(value, (tuple, list, set, frozenset)):
-        return len(value) <= LONGEST and all(isinstance(each, _PLAIN) for each in value)
-    return isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, nn.Module))
+        return len(value) <= LONGEST and all(isinstance(each, PLAIN) for each in value)
+    return isinstance(value, PLAIN) or (callable(value) and not isinstance(value, nn.Module))
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -20,12 +20,8 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
-from lightning_mimose.actions.setting import Settings
+from lightning_mimose.actions.setting import OWN, Settings
 from lightning_mimose.errors import MimoseError
-
-_NO_STATE = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
-"""What every module has for torch's own purposes, and what patching adds."""
-
 
 _HOST = torch.device("cpu")
 
@@ -176,7 +172,7 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
     """Everything that may be state of some modules: (owner, name, value)."""
     for owner in modules:
         for name, value in [*owner._buffers.items(), *vars(owner).items()]:
-            if name not in _NO_STATE and not _is_activation(value):
+            if name not in OWN and not _is_activation(value):
                 yield owner, name, value
     for name, value in _generators().items():
         yield None, name, value
@@ -228,7 +224,7 @@ def appeared(modules: Sequence[nn.Module], before: Sequence[tuple[Any, ...]]) ->
         Entry(owner, name, _ABSENT, None)
         for owner in modules
         for name, value in [*owner._buffers.items(), *vars(owner).items()]
-        if name not in _NO_STATE and not _is_activation(value) and (id(owner), name) not in known
+        if name not in OWN and not _is_activation(value) and (id(owner), name) not in known
     ]
 
 

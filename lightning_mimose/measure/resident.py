@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.sharding import held_bytes, local
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 _FEW = 8
 """How many of the largest gradients are looked at in every step, and how many of all."""
 
@@ -93,6 +93,17 @@ def batch_tensors(batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def optimized(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """The parameters that some optimizers update, in order."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return [*chain.from_iterable(groups)]  # in C: plain loops ask on every step
+
+
+def versions(parameters: Iterable[torch.Tensor]) -> int:
+    """A number that grows whenever one of them is written: versions only grow."""
+    return sum(map(_VERSION, parameters))
+
+
 @dataclass(frozen=True)
 class OptimizerCost:
     """What one optimizer update adds: state made by the first one, and what lives only inside it.
@@ -120,7 +131,7 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
         Optimizers whose state is not proportional to the parameters (Adafactor, Shampoo) are estimated.
         One that cannot be copied or run on its own counts as two fp32 values per parameter, Adam's need.
     """
-    trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trainable = [parameter for parameter in optimized(optimizer) if parameter.requires_grad]
     total = storage_bytes(trainable)
     fresh = storage_bytes(p for p in trainable if not optimizer.state.get(p))
     if not total:
@@ -236,7 +247,7 @@ class ResidentLedger:
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
         """Name the optimizers whose state is resident, and how much it grows to where it grows with every update."""
         self._optimizers = tuple(optimizers)
-        every = [(o, p) for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        every = [(optimizer, parameter) for optimizer in optimizers for parameter in optimized(optimizer)]
         self._few = every[:: max(1, len(every) // _FEW)]
         self._growing_bytes = growing_bytes
         self._state_entries = -1

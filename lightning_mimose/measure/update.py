@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ne
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, probe_optimizer
+from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, optimized, probe_optimizer, versions
 from lightning_mimose.predict.structure import Resident
 
 
@@ -45,11 +46,11 @@ class UpdateReserve:
     def begins(self) -> None:
         """An update is about to be measured."""
         self._nodes = torch._C._autograd._get_sequence_nr()
-        every = (p for optimizer, _ in self._costs for group in optimizer.param_groups for p in group["params"])
-        self._trained = next((p for p in every if p.grad is not None), None)
+        every = optimized(*(optimizer for optimizer, _ in self._costs))
+        self._trained = next((parameter for parameter in every if parameter.grad is not None), None)
         grad = None if self._trained is None else self._trained.grad
         self._gradient = None if grad is None else TensorWeakRef(grad)
-        self._versions = [_versions(optimizer) for optimizer, _ in self._costs]
+        self._versions = self._versions_now()
 
     @property
     def evaluates(self) -> bool:
@@ -66,10 +67,12 @@ class UpdateReserve:
         """
         if any(cost.growing_bytes for _, cost in self._costs):
             return  # a part of it is state
-        now = [_versions(optimizer) for optimizer, _ in self._costs]
-        whole = all(after != before for after, before in zip(now, self._versions, strict=True))
+        whole = all(map(ne, self._versions_now(), self._versions))
         least = 0 if whole else self.cost.transient_bytes
         self.cost = OptimizerCost(self.cost.state_bytes, max(least, transient_bytes))
+
+    def _versions_now(self) -> list[int]:
+        return [versions(optimized(optimizer)) for optimizer, _ in self._costs]
 
     def rest_bytes(self, resident: Resident) -> int:
         """What lasts when a step has ended, its batch included."""
@@ -87,8 +90,3 @@ class UpdateReserve:
             if len(optimizer.state) == self._entries[id(optimizer)]:
                 pending += cost.state_bytes
         return lasting_bytes + self._ledger.gradient_capacity_bytes + pending + self.cost.transient_bytes
-
-
-def _versions(optimizer: Optimizer) -> int:
-    """Grows when one of its parameters is written."""
-    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])

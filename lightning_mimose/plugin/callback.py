@@ -15,6 +15,7 @@ from lightning_mimose.budget import format_bytes, parse_budget
 from lightning_mimose.engine import Engine
 from lightning_mimose.errors import BudgetError, MimoseError, is_out_of_memory
 from lightning_mimose.measure.meter import has_memory_counters
+from lightning_mimose.measure.resident import optimized
 from lightning_mimose.plan import Plan, check_planner
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers
@@ -251,7 +252,7 @@ class MimoseCallback(Callback):
         attempts = Attempts(
             engine,
             pl_module,
-            [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]],
+            optimized(*trainer.optimizers),
             engine.device,
             retry=self.on_oom == "retry",
             keep=keep,
