@@ -108,6 +108,7 @@ def recompute(
             with observer.forward_run() if observer else _NOTHING:
                 out = original(*inner_args, **inner_kwargs)
             before = state.after_forward(copies)
+            state.settings.ran(setting)
             return out
         filled = list(leaves)
         for i, tensor in zip(where, given, strict=True):

@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_mimose.actions.members import BY_NAME, KINDS, Members, members_now, values_of
 from lightning_mimose.errors import RecomputeError
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
@@ -30,6 +31,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 LONGEST = 32
 """Items of a container that is watched."""
 OTHER_MODE = "it was switched between training and eval mode before its backward"
+HANDED_GONE = "the activation that it was handed as its attribute {!r} was gone before its backward"
+WRITTEN = "{!r} was written in place by somebody else before its backward"
 Place = tuple[int, str]
 """Identity of a module, and a name in it."""
 _Entry = tuple[dict[str, Any], str, Any]
@@ -52,21 +55,6 @@ class _Watched(NamedTuple):
     size: int
 
 
-class _Members:
-    """Parameters, buffers, submodules and hooks of every module of a unit, as they were once.
-
-    Attributes:
-        names: By name, in the order of `_MEMBERS` for every module.
-        values: All of them.
-    """
-
-    __slots__ = ("__weakref__", "names", "values")
-
-    def __init__(self, members: Sequence[dict[Any, Any]]) -> None:
-        self.names = [each.copy() if each else _EMPTY for each in members]
-        self.values = _values(members)
-
-
 class Setting(NamedTuple):
     """What one forward found.
 
@@ -74,14 +62,18 @@ class Setting(NamedTuple):
         members: What its modules had: none of its own where that was what they always have, lest a graph that outlives
             the step keep the unit alive.
         usual: What they always have, as long as that is known.
-        attributes: The values of what is watched, in order.
+        attributes: The values of what is watched, in order; weak references to activations.
         watched: What that was then.
+        held: Buffers and tensors among the attributes.
+        versions: Theirs, latest when the forward had run.
     """
 
-    members: _Members | None
-    usual: Callable[[], _Members | None]
+    members: Members | None
+    usual: Callable[[], Members | None]
     attributes: list[Any]
     watched: Sequence[_Watched]
+    held: list[torch.Tensor]
+    versions: list[int]
 
 
 class _Gone:
@@ -95,7 +87,8 @@ class Settings:
     """Notes what forwards of one unit find, and lends it to recomputations.
 
     Attributes are watched that are numbers, names and the like, short containers of such, functions, or tensors; not
-    activations, nor what is inside objects of other kinds.
+    what is inside objects of other kinds. What cannot be lent again shows: an activation that is gone, a tensor that
+    somebody else has written in place.
 
     Args:
         modules: The unit and what is inside it.
@@ -113,7 +106,8 @@ class Settings:
     ) -> None:
         self._modules, self._written = modules, written
         self._watched: list[_Watched] | None = None
-        self._usual: Callable[[], _Members | None] = lambda: None
+        self._usual: Callable[[], Members | None] = lambda: None
+        self._stored: set[Place] = set()
         self.unit = ""
 
     def note(self) -> Setting:
@@ -122,9 +116,29 @@ class Settings:
         if self._watched is None or found is None:
             self._watched = self._watch()
             found = self._look(self._watched) or []
-        members, usual = self._members(), self._usual()
-        is_usual = usual is not None and _same(_values(members), usual.values)
-        return Setting(None if is_usual else _Members(members), self._usual, found, self._watched)
+        members, usual = members_now(self._modules), self._usual()
+        if usual is not None and _same(values_of(members), usual.values):
+            own, held = None, usual.buffers
+        else:
+            own = Members(members)
+            held = own.buffers
+        if any(issubclass(kind, torch.Tensor) for kind in set(map(type, found)) - _SIMPLE):
+            held = held + [each for each in found if isinstance(each, torch.Tensor) and not each.is_inference()]
+        return Setting(own, self._usual, found, self._watched, held, [*map(_VERSION, held)])
+
+    def ran(self, setting: Setting) -> None:
+        """The forward that found it has run: what it has written so far is its own business."""
+        setting.versions[:] = map(_VERSION, setting.held)
+        if weakref.ref not in map(type, setting.attributes):
+            return
+        attributes = iter(setting.attributes)
+        places = [(watched.module(), name) for watched in setting.watched for name in watched.names]
+        for position, ((owner, name), value) in enumerate(zip(places, attributes, strict=False)):
+            if type(value) is weakref.ref and owner is not None and vars(owner).get(name) is not value():
+                # It leaves its own there: an activation from before was none that it was handed.
+                setting.attributes[position] = _GONE
+                self._stored.add((id(owner), name))
+                self._watched = None
 
     def usual(self) -> object:
         """What its modules have now, if it is not known what they usually have: to be kept by whoever patches the unit.
@@ -133,7 +147,7 @@ class Settings:
         """
         usual = self._usual()
         if usual is None:
-            usual = _Members(self._members())
+            usual = Members(members_now(self._modules))
             self._usual = weakref.ref(usual)
         return usual
 
@@ -141,16 +155,28 @@ class Settings:
         """Around a recomputation: what differs now from what the forward had found is as it was then.
 
         Raises:
-            RecomputeError: The modules' mode is another one, in which other things may be written.
+            RecomputeError: The modules' mode is another one, in which other things may be written; or something that
+                the forward had found is no more, or another by now.
         """
+        if [*map(_VERSION, setting.held)] != setting.versions:
+            self._check_contents(setting)
         now, members = self._look(setting.watched), setting.members or setting.usual()
         is_same = now is not None and _same(now, setting.attributes)
-        if is_same and (members is None or _same(_values(self._members()), members.values)):
+        if is_same and (members is None or _same(values_of(members_now(self._modules)), members.values)):
             return _NOTHING
         return self._lent(setting, members)
 
+    def _check_contents(self, setting: Setting) -> None:
+        written, names = self._written(True), {}
+        for module in filter(None, (ref() for ref in self._modules)):
+            for name, value in chain(module._buffers.items(), vars(module).items()):
+                names[id(value)] = "" if (id(module), name) in written else name
+        for tensor, version in zip(setting.held, setting.versions, strict=True):
+            if tensor._version != version and names.get(id(tensor)) != "":
+                raise RecomputeError({self.unit: WRITTEN.format(names.get(id(tensor), "a tensor"))})
+
     @contextmanager
-    def _lent(self, setting: Setting, members: _Members | None) -> Iterator[None]:
+    def _lent(self, setting: Setting, members: Members | None) -> Iterator[None]:
         written = self._written(False)
         before = [*self._other_attributes(setting, written), *self._other_members(members, written)]
         now = [(inside, name, inside.get(name, _GONE)) for inside, name, _ in before]
@@ -174,31 +200,30 @@ class Settings:
                     continue
                 if name == "training" and owner.training is not value:
                     raise RecomputeError({self.unit: OTHER_MODE})
-                yield vars(owner), name, value
+                if type(value) is not weakref.ref:
+                    yield vars(owner), name, value
+                elif (activation := value()) is None:
+                    raise RecomputeError({self.unit: HANDED_GONE.format(name)})
+                else:
+                    activation._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
+                    yield vars(owner), name, activation
 
-    def _other_members(self, members: _Members | None, written: Collection[Place]) -> Iterator[_Entry]:
+    def _other_members(self, members: Members | None, written: Collection[Place]) -> Iterator[_Entry]:
         if members is None:
             return
         found_of = iter(members.names)
         for ref in self._modules:
             module = ref()
-            for kind, found in zip(_MEMBERS, found_of, strict=False):
+            for kind, found in zip(KINDS, found_of, strict=False):
                 if module is None:
                     continue
                 inside = vars(module)[kind]
-                if kind in _BY_NAME:
+                if kind in BY_NAME:
                     for name, value in found.items():
                         if inside.get(name) is not value and (id(module), name) not in written:
                             yield inside, name, value
                 elif found.keys() != inside.keys():
                     yield vars(module), kind, OrderedDict(found)
-
-    def _members(self) -> list[dict[Any, Any]]:
-        found: list[dict[Any, Any]] = []
-        for ref in self._modules:
-            module = ref()
-            found += _NONE if module is None else _members_of(module.__dict__)
-        return found
 
     def _look(self, watched: Sequence[_Watched]) -> list[Any] | None:
         """The values; None where names have come or gone."""
@@ -213,10 +238,10 @@ class Settings:
                 return None
         if _SIMPLE.issuperset(map(type, found)):
             return found
-        return [value if type(value) in _SIMPLE or _is_watched(value) else _GONE for value in found]
+        return [value if type(value) in _SIMPLE else _noted(value) for value in found]
 
     def _watch(self) -> list[_Watched]:
-        watched, written = [], self._written(True)
+        watched, written = [], self._stored.union(self._written(True))
         for ref in self._modules:
             module = ref()
             if module is None:
@@ -227,23 +252,8 @@ class Settings:
         return watched
 
 
-_BY_NAME = ("_parameters", "_buffers", "_modules")
-_MEMBERS = (
-    *_BY_NAME,
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-_members_of = itemgetter(*_MEMBERS)
-_EMPTY: dict[Any, Any] = {}
-_NONE = (_EMPTY,) * len(_MEMBERS)
 _SIMPLE = frozenset({int, float, bool, str, type(None)})
-
-
-def _values(members: Sequence[dict[Any, Any]]) -> list[Any]:
-    return [*chain.from_iterable(map(dict.values, members))]
+_VERSION = attrgetter("_version")
 
 
 def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
@@ -251,12 +261,16 @@ def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-def _is_watched(value: Any) -> bool:
+def _noted(value: Any) -> Any:
+    """What stands for the value of an attribute: itself, as a rule."""
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return weakref.ref(value) if value.requires_grad else value
     if isinstance(value, (tuple, list, set, frozenset)):
-        return len(value) <= LONGEST and all(isinstance(each, PLAIN) for each in value)
-    return isinstance(value, PLAIN) or (callable(value) and not isinstance(value, nn.Module))
+        plain = len(value) <= LONGEST and all(isinstance(each, PLAIN) for each in value)
+        return value if plain else _GONE
+    if isinstance(value, PLAIN):
+        return value
+    return value if callable(value) and not isinstance(value, (nn.Module, weakref.ref)) else _GONE
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
