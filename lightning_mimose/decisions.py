@@ -74,6 +74,7 @@ class Decisions:
             self._trained = ledger.trained
         data = batch_bytes(batch)
         lasting = ledger.lasting_bytes() + data
+        zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
         if self._session.news:
             self._trials.limit_menu()

@@ -130,6 +130,8 @@ class Lessons:
         exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
         # What was compared beside it took memory of its own, but never more than the budget leaves.
         clean = not self._session.compared or peak > budget
+        # Without a backward it says no more than that (a batch that was skipped).
+        clean &= step.in_backward or (predicted is not None and peak > predicted)
         if plan is not None and predicted is not None and exact and clean:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)

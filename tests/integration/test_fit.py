@@ -80,6 +80,18 @@ def test_predictions_are_within_one_percent(accumulate: int) -> None:
         assert peak == pytest.approx(record.predicted_peak_bytes, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+def test_skipped_batches_of_an_accumulation_do_not_keep_it_sheltered() -> None:
+    """The batch after one that was skipped finds no gradients to add to, as the first one does."""
+    options: dict[str, Any] = {"task": Unlucky, "data": batches(count=40), "accumulate_grad_batches": 2}
+    plain = run(**options)
+    callback = MimoseCallback(plain.budget(0.7))
+    fit = run(callback, **options)
+    assert held(fit, callback)
+    assert same(plain.weights(), fit.weights())
+    assert not any(record.sheltered for record in list(callback.records)[16:])
+
+
 def test_predictions_match_the_own_meter_with_batch_norm() -> None:
     """Nobody else's profiler runs here, so the plugin measures the first planned steps to the byte."""
     plain = run(kind="vision")
@@ -154,6 +166,14 @@ class Idle(Task):
         """The loss, or nothing."""
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 3 == 1 else loss
+
+
+class Unlucky(Task):
+    """Skips the first batch of every second pair."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:  # type: ignore[override]
+        """The loss, or nothing."""
+        return None if batch_idx % 4 == 2 else super().training_step(batch, batch_idx)
 
 
 class Shortened(Task):
