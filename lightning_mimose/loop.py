@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from types import TracebackType
 from typing import Any, Literal
@@ -195,10 +196,10 @@ class Mimose:
         """Those of the optimizers, which may hold parameters of the loss, and of what else the model has."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        found = optimized(*self._optimizers)
-        if len(found) != len(self._optimized) or not all(map(is_, found, self._optimized)):
-            self._optimized = found
-            self._has_all = set(map(id, model.parameters())) <= set(map(id, found))
+        known = self._optimized
+        if not all(map(is_, chain(optimized(*self._optimizers), [None]), chain(known, [None]))):
+            self._optimized = known = list(optimized(*self._optimizers))
+            self._has_all = set(map(id, model.parameters())) <= set(map(id, known))
         if not self._has_all:  # the model's own walks through all its modules
             model.zero_grad(set_to_none=True)
 

@@ -7,10 +7,10 @@ once and remembered; the rest is a short sum, because it runs on every step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -93,10 +93,10 @@ def batch_tensors(batch: Any) -> list[torch.Tensor]:
     return found
 
 
-def optimized(*optimizers: Optimizer) -> list[nn.Parameter]:
+def optimized(*optimizers: Optimizer) -> Iterator[nn.Parameter]:
     """The parameters that some optimizers update, in order."""
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    return [*chain.from_iterable(groups)]  # in C: plain loops ask on every step
+    # No list: to allocate one in mid-step can take longer than to look at all parameters.
+    return chain.from_iterable([group["params"] for optimizer in optimizers for group in optimizer.param_groups])
 
 
 def versions(parameters: Iterable[torch.Tensor]) -> int:
@@ -261,18 +261,18 @@ class ResidentLedger:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
         # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can
         # appear unseen; that some are freed is seen by the largest, and by a few more since most are freed together.
-        trains = list(map(_REQUIRES_GRAD, self._tensors))
-        if trains == self._trains and not any(map(_has_none, self._present)) and all(map(_has_none, self._absent)):
+        same = bool(self._trains) and all(map(is_, map(_REQUIRES_GRAD, self._tensors), self._trains))
+        if same and not any(map(_has_none, self._present)) and all(map(_has_none, self._absent)):
             return
         has = [parameter.grad is not None for parameter in self._tensors]
         present = [i for i, there in enumerate(has) if there]
         watched = {*sorted(present, key=self._sizes.__getitem__)[-_FEW:], *present[:: max(1, len(present) // _FEW)]}
         self._present = [self._tensors[i] for i in watched]
         self._absent = [parameter for parameter, there in zip(self._tensors, has, strict=True) if not there]
-        if trains != self._trains:
-            self._trains = trains
-            self.trained = tuple(trains)
-            self.gradient_capacity_bytes = sum(compress(self._sizes, trains))
+        if not same:
+            self._trains = list(map(_REQUIRES_GRAD, self._tensors))
+            self.trained = tuple(self._trains)
+            self.gradient_capacity_bytes = sum(compress(self._sizes, self._trains))
         self.gradient_bytes = sum(compress(self._sizes, has))
 
     def state_bytes(self) -> int:

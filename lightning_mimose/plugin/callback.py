@@ -252,7 +252,7 @@ class MimoseCallback(Callback):
         attempts = Attempts(
             engine,
             pl_module,
-            optimized(*trainer.optimizers),
+            list(optimized(*trainer.optimizers)),
             engine.device,
             retry=self.on_oom == "retry",
             keep=keep,
