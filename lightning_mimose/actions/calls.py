@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.foreign import out_of_reach
@@ -20,9 +21,10 @@ from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
-from lightning_mimose.actions.proof import Trial, prove, try_recipes
+from lightning_mimose.actions.proof import Trial, find_carried, prove, try_recipes
 from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
 from lightning_mimose.actions.session import REPEATING, Session
+from lightning_mimose.actions.setting import Setting
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.measure.collector import Region
@@ -90,11 +92,17 @@ class _Calls:
             return self._offloaded(self._session.offloader, args, kwargs)
         if action in REPEATING:
             flat = flattened(args, kwargs)
-            self._usual = self._state.settings.usual()
+            settings = self._state.settings
+            self._usual = settings.usual()
             if self._can_be_repeated(flat[0], args, kwargs):
+                setting = settings.note()
+                unsettled = settings.unsettled(setting)
+                if unsettled and self._carries(unsettled, args, kwargs):
+                    return self._kept(args, kwargs)
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], flat, args, kwargs)
-                return self._recomputed(flat, args, kwargs, lean=action == RECOMPUTE_LEAN)
+                setting = settings.note() if unsettled else setting
+                return self._recomputed(flat, args, kwargs, setting, lean=action == RECOMPUTE_LEAN)
         return self._kept(args, kwargs)
 
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,6 +132,17 @@ class _Calls:
         if name in session.split_tries:
             self._try_splitting(args, kwargs)
         return True
+
+    def _carries(
+        self, unsettled: Mapping[nn.Module, Sequence[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether it goes on from activations of an earlier call, found out by trial where it holds some."""
+        session = self._session
+        session.compared = True
+        with session.recorder.aside() if session.recorder is not None else nullcontext():
+            found = find_carried(self._name, self._original, args, kwargs, self._state, self._enter, unsettled)
+        session.refuse(found)
+        return bool(found)
 
     def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
         """Find out beside the step whether the unit can be split."""
@@ -245,7 +264,12 @@ class _Calls:
             session.inside -= 1
 
     def _recomputed(
-        self, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any], lean: bool = False
+        self,
+        flat: tuple[list[Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting | None = None,
+        lean: bool = False,
     ) -> Any:
         name, session, original, state = self._name, self._session, self._original, self._state
         recorder, leaves = session.recorder, flat[0]
@@ -270,7 +294,7 @@ class _Calls:
 
         session.inside += 1
         try:
-            out = recompute(tracked, args, kwargs, state, observer, flat)
+            out = recompute(tracked, args, kwargs, state, observer, flat, setting)
             if state.wrote_late:
                 session.learning_steps = 2  # the present attempt has begun without knowing
         finally:

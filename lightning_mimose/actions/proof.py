@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,9 +26,11 @@ from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
+from lightning_mimose.actions.stored import left_alone, watched
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
 
+CARRIES = "it carries {} from call to call, as its attribute"
 DIFFERS = "its forward saves other tensors when it runs again"
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
@@ -188,6 +190,40 @@ def prove(
     return reasons
 
 
+def find_carried(
+    unit: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: WrittenState,
+    enter: Callable[[Trial | None], None],
+    unknown: Mapping[nn.Module, Sequence[str]],
+) -> dict[str, str]:
+    """Run the forward of a unit that was proven once more, and see what it does with activations that it holds.
+
+    Args:
+        unit: Its name.
+        original: Its own forward.
+        args: Its positional arguments, any structure.
+        kwargs: Its keyword arguments, any structure.
+        state: Learns which of them are left alone.
+        enter: Told of the trial before the run, and of None after it.
+        unknown: The activations, names by module.
+
+    Returns:
+        Unit -> why it cannot be recomputed, if it goes on from what it left in an earlier call: that is gone by then.
+    """
+    with watched(unknown) as looks:
+        try:
+            _run(Trial(), unit, original, args, kwargs, state, enter, watch=False, fill=False)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return {unit: f"its forward cannot run on copies of its inputs ({type(error).__name__}: {error})"}
+    carried = state.settings.settle(unknown, looks)
+    return {unit: CARRIES.format(", ".join(map(repr, carried)))} if carried else {}
+
+
 def try_recipes(
     unit: str,
     original: Callable[..., Any],
@@ -247,6 +283,7 @@ def _run(
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(running_again())
         stack.enter_context(_without_forward_hooks(state.modules()))
+        stack.enter_context(left_alone(state.modules()))
         if lean is not None:
             lean.hold(state.buffers(), copies)
             stack.callback(lean.close)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
-from lightning_mimose.actions.setting import PLAIN
+from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
@@ -73,6 +73,7 @@ def recompute(
     state: WrittenState,
     observer: RegionObserver | None = None,
     flat: tuple[list[Any], Any] | None = None,
+    setting: Setting | None = None,
 ) -> Any:
     """Run a unit's forward as a checkpointed region.
 
@@ -83,6 +84,7 @@ def recompute(
         state: What the unit writes, and what it finds set; both are put back around a recomputation.
         observer: Watches the runs; one that measures wants a recomputation to run to its end.
         flat: What `flattened` made of the arguments, where that is known; its leaves are taken out.
+        setting: What is found set in it, where that was noted.
 
     Returns:
         What the forward returned.
@@ -97,7 +99,7 @@ def recompute(
     for i in where:
         leaves[i] = None
     before: Saved = []
-    setting = state.settings.note()
+    found = setting or state.settings.note()
     early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
@@ -108,7 +110,7 @@ def recompute(
             with observer.forward_run() if observer else _NOTHING:
                 out = original(*inner_args, **inner_kwargs)
             before = state.after_forward(copies)
-            state.settings.ran(setting)
+            state.settings.ran(found)
             return out
         filled = list(leaves)
         for i, tensor in zip(where, given, strict=True):
@@ -117,7 +119,7 @@ def recompute(
         # The region holds what it was given only until its own forward has bound it.
         del filled, given
         watched = observer.recompute_run() if observer else _NOTHING
-        lent = state.settings.as_found(setting)
+        lent = state.settings.as_found(found)
         kept = state.restored(before) if before else _NOTHING
         with lent, kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
             out = original(*inner_args, **inner_kwargs)

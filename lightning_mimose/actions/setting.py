@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import chain
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.members import BY_NAME, KINDS, Members, members_now, values_of
+from lightning_mimose.actions.stored import Looks, Place, is_activation, left_alone
 from lightning_mimose.errors import RecomputeError
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
@@ -33,8 +34,6 @@ LONGEST = 32
 OTHER_MODE = "it was switched between training and eval mode before its backward"
 HANDED_GONE = "the activation that it was handed as its attribute {!r} was gone before its backward"
 WRITTEN = "{!r} was written in place by somebody else before its backward"
-Place = tuple[int, str]
-"""Identity of a module, and a name in it."""
 _Entry = tuple[dict[str, Any], str, Any]
 """What something is to be put back into, its name, and its value."""
 
@@ -108,6 +107,7 @@ class Settings:
         self._watched: list[_Watched] | None = None
         self._usual: Callable[[], Members | None] = lambda: None
         self._stored: set[Place] = set()
+        self._settled: dict[Place, bool] = {}
         self.unit = ""
 
     def note(self) -> Setting:
@@ -126,19 +126,53 @@ class Settings:
             held = held + [each for each in found if isinstance(each, torch.Tensor) and not each.is_inference()]
         return Setting(own, self._usual, found, self._watched, held, [*map(_VERSION, held)])
 
+    def unsettled(self, setting: Setting) -> dict[nn.Module, list[str]]:
+        """Activations that a forward found, and of which nobody knows what forwards do with them: names by module."""
+        unknown: dict[nn.Module, list[str]] = {}
+        for owner, name, _ in self._activations(setting):
+            if (id(owner), name) not in self._settled:
+                unknown.setdefault(owner, []).append(name)
+        return unknown
+
+    def settle(self, unknown: Mapping[nn.Module, Sequence[str]], looks: Looks) -> list[str]:
+        """Learn what a forward has done with them.
+
+        Returns:
+            Those that it carries from call to call: it looks at what it left there itself.
+        """
+        carried = []
+        for owner, names in unknown.items():
+            for name in names:
+                place = id(owner), name
+                self._settled[place] = place in looks.read
+                if place in looks.replaced and place in looks.read:
+                    carried.append(name)
+                elif place in looks.replaced:
+                    self._store(place)
+        return carried
+
     def ran(self, setting: Setting) -> None:
         """The forward that found it has run: what it has written so far is its own business."""
         setting.versions[:] = map(_VERSION, setting.held)
+        for owner, name, value in self._activations(setting):
+            if not self._settled.get((id(owner), name)) and vars(owner).get(name) is not value():
+                self._store((id(owner), name))
+                setting.attributes[:] = [_GONE if each is value else each for each in setting.attributes]
+
+    def _store(self, place: Place) -> None:
+        """What is there before a forward is none of its business: it leaves its own there."""
+        self._stored.add(place)
+        self._watched = None
+
+    def _activations(self, setting: Setting) -> list[tuple[nn.Module, str, Callable[[], torch.Tensor | None]]]:
         if weakref.ref not in map(type, setting.attributes):
-            return
-        attributes = iter(setting.attributes)
+            return []
         places = [(watched.module(), name) for watched in setting.watched for name in watched.names]
-        for position, ((owner, name), value) in enumerate(zip(places, attributes, strict=False)):
-            if type(value) is weakref.ref and owner is not None and vars(owner).get(name) is not value():
-                # It leaves its own there: an activation from before was none that it was handed.
-                setting.attributes[position] = _GONE
-                self._stored.add((id(owner), name))
-                self._watched = None
+        return [
+            (owner, name, value)
+            for (owner, name), value in zip(places, setting.attributes, strict=False)
+            if type(value) is weakref.ref and owner is not None
+        ]
 
     def usual(self) -> object:
         """What its modules have now, if it is not known what they usually have: to be kept by whoever patches the unit.
@@ -162,7 +196,8 @@ class Settings:
             self._check_contents(setting)
         now, members = self._look(setting.watched), setting.members or setting.usual()
         is_same = now is not None and _same(now, setting.attributes)
-        if is_same and (members is None or _same(values_of(members_now(self._modules)), members.values)):
+        is_same &= members is None or _same(values_of(members_now(self._modules)), members.values)
+        if is_same and not self._stored and weakref.ref not in map(type, now or ()):
             return _NOTHING
         return self._lent(setting, members)
 
@@ -180,16 +215,17 @@ class Settings:
         written = self._written(False)
         before = [*self._other_attributes(setting, written), *self._other_members(members, written)]
         now = [(inside, name, inside.get(name, _GONE)) for inside, name, _ in before]
-        for inside, name, value in before:
-            inside[name] = value
-        try:
-            yield
-        finally:
-            for inside, name, value in now:
-                if value is _GONE:
-                    inside.pop(name, None)
-                else:
-                    inside[name] = value
+        with left_alone([module for ref in self._modules if (module := ref()) is not None]):
+            for inside, name, value in before:
+                inside[name] = value
+            try:
+                yield
+            finally:
+                for inside, name, value in now:
+                    if value is _GONE:
+                        inside.pop(name, None)
+                    else:
+                        inside[name] = value
 
     def _other_attributes(self, setting: Setting, written: Collection[Place]) -> Iterator[_Entry]:
         attributes = iter(setting.attributes)
@@ -264,7 +300,7 @@ def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
 def _noted(value: Any) -> Any:
     """What stands for the value of an attribute: itself, as a rule."""
     if isinstance(value, torch.Tensor):
-        return weakref.ref(value) if value.requires_grad else value
+        return weakref.ref(value) if is_activation(value) else value
     if isinstance(value, (tuple, list, set, frozenset)):
         plain = len(value) <= LONGEST and all(isinstance(each, PLAIN) for each in value)
         return value if plain else _GONE

@@ -21,6 +21,7 @@ from torch import nn
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
 from lightning_mimose.actions.setting import OWN, Settings
+from lightning_mimose.actions.stored import is_activation
 from lightning_mimose.errors import MimoseError
 
 _HOST = torch.device("cpu")
@@ -126,7 +127,8 @@ class WrittenState:
         if self._mode in self._written:
             return before + self._written_late()
         changed = changes(before) + appeared(self.modules(), before)
-        self._written[self._mode] = places(changed)
+        # Activations are the setting's: an older one must not live on for the sake of a recomputation.
+        self._written[self._mode] = places([e for e in changed if not is_activation(_look(e.owner, e.name))])
         return changed
 
     def _written_late(self) -> Saved:
@@ -172,7 +174,7 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
     """Everything that may be state of some modules: (owner, name, value)."""
     for owner in modules:
         for name, value in [*owner._buffers.items(), *vars(owner).items()]:
-            if name not in OWN and not _is_activation(value):
+            if name not in OWN and not is_activation(value):
                 yield owner, name, value
     for name, value in _generators().items():
         yield None, name, value
@@ -200,7 +202,7 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
         owner = ref() if ref is not None else None
         if ref is None or owner is not None:
             value = _look(owner, name)
-            if not _is_activation(value):
+            if not is_activation(value):
                 wanted = tensors or not isinstance(value, torch.Tensor)
                 entries.append(Entry(owner, name, value, content_of(value) if wanted else None))
             elif activations:
@@ -224,7 +226,7 @@ def appeared(modules: Sequence[nn.Module], before: Sequence[tuple[Any, ...]]) ->
         Entry(owner, name, _ABSENT, None)
         for owner in modules
         for name, value in [*owner._buffers.items(), *vars(owner).items()]
-        if name not in OWN and not _is_activation(value) and (id(owner), name) not in known
+        if name not in OWN and not is_activation(value) and (id(owner), name) not in known
     ]
 
 
@@ -262,10 +264,6 @@ def _look(owner: nn.Module | None, name: str) -> Any:
     if owner is None:
         return _generators()[name]
     return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, _ABSENT)
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _generators() -> dict[str, Any]:
