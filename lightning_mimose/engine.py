@@ -114,7 +114,8 @@ class Engine:
             self.host = HostMemory(self._host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
-        self._refuser = Refuser(self.advisor, on_infeasible)
+        self._update = UpdateReserve(self.ledger)
+        self._refuser = Refuser(self.advisor, on_infeasible, self._update)
         self.tenancy: Tenancy | None = None
         if shared is not None:
             self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
@@ -122,7 +123,6 @@ class Engine:
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
-        self._update = UpdateReserve(self.ledger)
         self._trials = Trials(self.advisor, self.session)
         self._decisions = Decisions(
             model,

@@ -10,6 +10,7 @@ from lightning_mimose.advice import Holds
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
+from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -20,13 +21,14 @@ class Refuser:
     Args:
         advisor: What is known.
         on_infeasible: Which of the two.
+        update: Knows what the first updates will bring.
 
     Attributes:
         beside: Says what other trainings in the same budget hold.
     """
 
-    def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"]) -> None:
-        self._advisor = advisor
+    def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"], update: UpdateReserve) -> None:
+        self._advisor, self._update = advisor, update
         self._raises = on_infeasible == "raise"
         self.beside: Callable[[], str] = str
 
@@ -77,6 +79,10 @@ class Refuser:
         if self._raises:
             # A loop that goes on after the error must be refused again, not find the plan.
             self._advisor.planner.forget()
+            # Of the same batch later, when optimizers have their state and there are gradients to be zeroed.
+            later = self._update.later(resident)
+            view = self._advisor.step_view(size, later)
+            sure = max(sure, view.least_bytes if view else sure + later.total_bytes - resident.total_bytes)
             raise infeasible_error(budget, resident.total_bytes, sure, what + self.beside())
         warnings.warn(
             f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan.", stacklevel=4

@@ -73,7 +73,10 @@ def _same_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 def _fill_tensor(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     # `.data` leaves the version counter alone: autograd may have saved this very tensor for backward.
-    tensor.data.copy_(copy)
+    if tensor.shape == copy.shape:
+        tensor.data.copy_(copy)
+    else:  # resized by its writer, as observers of quantisation do
+        tensor.data = copy.clone()
 
 
 def _numpy_state(generator: Any) -> bytes:

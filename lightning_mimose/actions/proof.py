@@ -61,11 +61,13 @@ class Trial:
         packed: What was saved for backward, in order.
         calls: The unit's own call, and those of nested units.
         reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
+        workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
     """
 
     packed: list[_Packed] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
 
     @contextmanager
     def call(self, unit: str, args: Any) -> Iterator[None]:
@@ -87,7 +89,9 @@ class Trial:
     def pack(self, tensor: torch.Tensor) -> None:
         """Note a saved tensor, and let go of it."""
         if _is_plain(tensor):
-            self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, checksum(tensor)))
+            storage = tensor.untyped_storage()
+            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(tensor)
+            self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, content))
 
     def changed(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is written: whoever was given it cannot be given it again."""
@@ -130,6 +134,8 @@ class _Watch(ThreadedMode):
                                 raise _WritesParameterError
                             self._trial.changed(leaf)
         out = func(*args, **kwargs)
+        if func.overloadpacket in _WITH_WORKSPACE:
+            self._trial.workspaces.append(weakref.ref(out[-1].untyped_storage()))
         if self._fill and func.overloadpacket in _UNINITIALISED and _is_plain(out):
             out.fill_(float("nan") if out.is_floating_point() else 1)
         return out
@@ -142,6 +148,10 @@ _UNINITIALISED = {
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }
+
+
+_WITH_WORKSPACE = {torch.ops.aten.mkldnn_rnn_layer}
+"""Operations whose last result is a workspace: LSTMs on a CPU (oneDNN)."""
 
 
 def prove(
@@ -175,6 +185,8 @@ def prove(
             _run(trial, unit, original, args, kwargs, state, enter, watch, fill=number == 1)
         except _WritesParameterError:
             return {call.unit: WRITES_PARAMETERS for call in trial.calls if call.last < 0}
+        except MimoseError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -216,6 +228,8 @@ def find_carried(
     with watched(unknown) as looks:
         try:
             _run(Trial(), unit, original, args, kwargs, state, enter, watch=False, fill=False)
+        except MimoseError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise

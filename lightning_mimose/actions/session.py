@@ -20,6 +20,10 @@ REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
 """Actions that run a unit's forward again."""
 
 
+BYPASSED = "its parts are called without it"
+"""Why a unit is left alone whose own forward is not called."""
+
+
 @dataclass
 class Session:
     """The state of the step that is running, shared by the units of one model.
@@ -110,6 +114,23 @@ class Session:
         for name, reason in reasons.items():
             self.refused.setdefault(name, reason)
         self.actions = self.standing(self.actions)
+
+    def bypass(self, name: str) -> bool:
+        """A unit is called outside of those that act: none around it is to be recomputed then, but its parts are.
+
+        Args:
+            name: The unit.
+
+        Returns:
+            Whether there was one: its own forward is not called (`backbone.forward_features(x)`, `tower.encode(x)`).
+        """
+        around = name
+        while "." in around:
+            around = around.rpartition(".")[0]
+            if self.actions.get(around) in REPEATING:
+                self.refuse({around: BYPASSED})
+                return True
+        return False
 
     def standing(self, actions: dict[str, str]) -> dict[str, str]:
         """Actions without refused units, whose parts stand in for them; the same dictionary if none is among them."""

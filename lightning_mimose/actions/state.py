@@ -236,11 +236,24 @@ def places(entries: Saved) -> list[Place]:
 
 
 def put_back(saved: Saved) -> None:
-    """Put objects and contents where they were."""
+    """Put objects and contents where they were.
+
+    Raises:
+        MimoseError: Something could not be put back; all the rest was.
+    """
+    failed: list[str] = []
     for owner, name, value, content in saved:
-        if owner is not None:
-            _put(owner, name, value)
-        put_content(value, content)
+        try:
+            if owner is not None:
+                _put(owner, name, value)
+            put_content(value, content)
+        except Exception as error:  # of classes of others
+            failed.append(f"{type(owner).__name__}.{name} ({type(error).__name__}: {error})")
+    if failed:
+        raise MimoseError(
+            f"What a forward has written could not be put back: {'; '.join(failed)}. Nothing was updated in this step, "
+            "but these are not as they were: load them anew, and leave the unit that holds them out with units=[...]."
+        )
 
 
 def _put(owner: nn.Module, name: str, value: Any) -> None:

@@ -84,9 +84,18 @@ class UpdateReserve:
         Args:
             lasting_bytes: Parameters, buffers, state and the batch.
         """
+        capacity = self._ledger.gradient_capacity_bytes
+        return lasting_bytes + capacity + self._pending_bytes() + self.cost.transient_bytes
+
+    def later(self, resident: Resident) -> Resident:
+        """What will be resident in such a step once every optimizer has made an update."""
+        old = max(resident.old_gradient_bytes, self._ledger.gradient_capacity_bytes)
+        return resident._replace(lasting_bytes=resident.lasting_bytes + self._pending_bytes(), old_gradient_bytes=old)
+
+    def _pending_bytes(self) -> int:
         # Every optimizer's state is still to come until its own first update (`watch` may find one that has some).
         pending = 0
         for optimizer, cost in self._costs:
             if len(optimizer.state) == self._entries[id(optimizer)]:
                 pending += cost.state_bytes
-        return lasting_bytes + self._ledger.gradient_capacity_bytes + pending + self.cost.transient_bytes
+        return pending

@@ -182,7 +182,8 @@ class _Assembly(Rows):
         row_of[list(shapes)] = rows
         here = row_of[shape] >= 0
         at = position[here]
-        self.relief[row_of[shape[here]], at] = self.level[at] - self.value[own[here]] - self.entry[at]
+        # In addition to what the unit's other calls spare there.
+        self.relief[row_of[shape[here]], at] += self.level[at] - self.value[own[here]] - self.entry[at]
 
     def add_recompute_lean(self, grade: str, action: str) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.

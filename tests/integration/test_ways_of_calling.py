@@ -1,0 +1,182 @@
+"""Units not called once by their own forward; forwards that resize, or leave memory unwritten; least budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import BudgetInfeasibleError, Mimose
+from tests.helpers.meter import PeakMeter
+
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        out: torch.Tensor = x + self.down(torch.sin(nn.functional.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Tower(nn.Module):
+    """Blocks that may be called by another method than `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Block(), Block())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Not `forward`."""
+        out: torch.Tensor = self.net(x)
+        return out
+
+    forward = encode
+
+
+class Towers(nn.Module):
+    """Calls them so."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.towers, self.whole = nn.ModuleList(Tower() for _ in range(4)), whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All of them."""
+        towers: Any = self.towers
+        for tower in towers:
+            x = tower(x) if self.whole else tower.encode(x)
+        return x
+
+
+class Cells(nn.Module):
+    """LSTMs, of which oneDNN saves a workspace that it has not filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(24, 24, batch_first=True) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One after another."""
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+class Observing(nn.Module):
+    """Gives its buffer another shape in its first forward, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.empty(0))
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scaled by the largest values so far."""
+        out = self.linear(x)
+        most: Any = self.most
+        now = out.detach().abs().amax((0, 1))
+        if most.numel() == 0:
+            most.resize_(now.shape).copy_(now)
+        most.copy_(torch.maximum(most, now))
+        return x + torch.sin(out / (most + 1))
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """One call."""
+    value: torch.Tensor = model(batch).square().mean()
+    return value
+
+
+def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Two calls, as for two views."""
+    return square(model, batch) + square(model, batch.flip(1))
+
+
+def batches(lengths: tuple[int, ...] = (40, 64, 24, 56, 80, 33, 48, 72, 100, 61)) -> list[torch.Tensor]:
+    """Of several lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, length, 24, generator=generator) for length in lengths]
+
+
+def trained(make: Callable[[], nn.Module], loss_fn: Loss, share: float | None, **options: Any) -> Any:
+    """Weights and buffers, peaks, resident bytes, and what planned."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peaks, resident, mimose = [], [], None
+    if share is not None:
+        _, before, rest, _ = trained(make, loss_fn, None)
+        budget = int(max(rest) + share * (max(before) - max(rest)))
+        mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=loss_fn, **options)
+    for batch in 2 * batches():
+        with PeakMeter(model, optimizer, batch) as meter:
+            if mimose is not None:
+                mimose.step(batch)
+            else:
+                loss = loss_fn(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                del loss
+        peaks.append(meter.peak_bytes)
+        resident.append(meter.resident_bytes)
+    if mimose is not None:
+        mimose.close()
+        assert max(peaks) <= mimose.records[0].budget_bytes
+    return [*model.state_dict().values()], peaks, resident, mimose
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_units_whose_own_forward_is_not_called_are_planned_in_parts(whole: bool) -> None:
+    """A backbone of which `forward_features` is called, a tower that encodes."""
+    plain, *_ = trained(lambda: Towers(whole=whole), square, None)
+    found, _, _, mimose = trained(lambda: Towers(whole=whole), square, 0.6, actions=["recompute"])
+    assert all(map(torch.equal, plain, found))
+    assert any(record.actions for record in mimose.records if not record.sheltered)
+    assert not mimose.records[-1].sheltered
+
+
+@pytest.mark.parametrize("make", [Cells, lambda: nn.Sequential(*[Observing() for _ in range(4)])])
+def test_what_kernels_leave_unwritten_and_forwards_resize(make: Callable[[], nn.Module]) -> None:
+    """Both are recomputed, and end as in the plain run."""
+    plain, *_ = trained(make, square, None)
+    found, _, _, mimose = trained(make, square, 0.9, actions=["recompute"])
+    assert all(map(torch.equal, plain, found))
+    assert mimose.records[0].recomputed_units == 4
+
+
+def test_lean_units_that_are_called_twice_are_predicted() -> None:
+    """What the first call spares is spared in the second one, too."""
+    _, peaks, _, mimose = trained(lambda: nn.Sequential(*[Block() for _ in range(4)]), twice, 0.4, actions=["lean"])
+    planned = [(peak, r) for peak, r in zip(peaks, mimose.records, strict=True) if r.lean_units and not r.sheltered]
+    assert len(planned) > 3
+    for peak, record in planned:
+        assert peak == pytest.approx(record.predicted_peak_bytes, rel=0.01)
+
+
+def test_the_least_budget_that_is_named_holds_to_the_end() -> None:
+    """Optimizer state and gradients, which come with the first update, are part of it."""
+
+    def train(budget: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block() for _ in range(4)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=square) as mimose:
+            for batch in batches((100, 40, 72, 24, 100, 56, 100, 64, 100)):
+                mimose.step(batch)
+
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        train(1_000_000)
+    least = caught.value.smallest_feasible_bytes
+    assert least is not None
+    train(least)
