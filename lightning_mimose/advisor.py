@@ -94,13 +94,11 @@ class Advisor(Forecast):
             planned, prediction = self._known_size(size)
             if prediction is None:
                 return Advice(None, None, False)
-            if not prediction.trusted:
-                beyond = None
-                if size not in self._shelter_only:
-                    beyond = self._beyond_shelter(self._timeline(prediction, resident))
+            timeline = self._timeline(prediction, resident)
+            if not self._trusts(prediction, timeline):
+                beyond = self._beyond_shelter(timeline) if size not in self._shelter_only else None
                 return Advice(beyond, None, False)
             self._announce()
-            timeline = self._timeline(prediction, resident)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
             sheltered = self.sure_bytes(timeline) <= self.budget_bytes
             menu = self.menu(timeline)

@@ -31,6 +31,8 @@ SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
 UNSCALED_SHARE = 0.02
 """What of a unit may not be proportional to the batch, where the batch never varied."""
+LEAN_REACH = 1.1
+"""How much larger than all that were measured a batch may be for plans to keep its units lean."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 KNOWN_VIEWS = 8
@@ -183,13 +185,24 @@ class Forecast:
             if prediction is None:
                 return None
             timeline = self._timeline(prediction, resident)
-            least, trusted = self.sure_bytes(timeline), prediction.trusted
+            least, trusted = self.sure_bytes(timeline), self._trusts(prediction, timeline)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
             wants = timeline.peak_bytes({}) + margin
             if len(self._views) >= KNOWN_VIEWS:
                 self._views.clear()
             self._views[slot] = StepView(prediction.structure, timeline, margin, least, wants, trusted, {})
         return self._views[slot]
+
+    def _trusts(self, prediction: Prediction, timeline: Timeline) -> bool:
+        """Whether plans are made on a prediction, or its step is measured first.
+
+        Inside a lean unit's backward the highest of several moments is learnt. Beyond the sizes that were measured it
+        may be another one, which no fit has seen (attention's scores grow faster than the rest).
+        """
+        if not prediction.trusted or prediction.reach <= LEAN_REACH or not prediction.structure.grades:
+            return prediction.trusted
+        needs = with_reserve(timeline.peak_bytes({})) > self.budget_bytes and not set(self.actions).isdisjoint(GRADES)
+        return not needs or self.sure_bytes(timeline) > self.budget_bytes
 
     def sure_bytes(self, timeline: Timeline) -> int:
         """The least budget that is sure to do: for the plan that a run which knows nothing starts with."""
@@ -240,11 +253,12 @@ class Forecast:
             return
         self._forget_plans()
         prediction = self.estimator.predict(dict(size.dims))
-        if self._inputs_die:
+        if self._inputs_die and missed > 0:
             self._inputs_die = False  # and for good: something holds inputs that looked free
         elif self._inputs_die is None and prediction is not None and missed < 0:
             dying = self._timeline(prediction, resident, inputs_die=True).peak_bytes(dict(plan))
-            if abs(dying - measured_bytes) <= MISSED_SHARE / 4 * measured_bytes:
+            tolerated = MISSED_SHARE / 4 * measured_bytes
+            if measured_bytes - dying <= tolerated and dying - measured_bytes <= max(tolerated, -missed / 4):
                 self._inputs_die = True
                 return
         if abs(missed) > MISSED_SHARE * measured_bytes:

@@ -246,7 +246,8 @@ def put_back(saved: Saved) -> None:
         try:
             if owner is not None:
                 _put(owner, name, value)
-            put_content(value, content)
+            if not same_content(value, content):  # it may share memory with a parameter, which nobody may write
+                put_content(value, content)
         except Exception as error:  # of classes of others
             failed.append(f"{type(owner).__name__}.{name} ({type(error).__name__}: {error})")
     if failed:

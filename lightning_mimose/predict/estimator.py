@@ -41,6 +41,7 @@ class Prediction:
         trusted: Whether plans may be built on it.
         doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
         dims: The named dimensions it is for.
+        reach: The largest of them over the largest that was measured; at most 1 where none is larger.
     """
 
     structure: Structure
@@ -49,6 +50,7 @@ class Prediction:
     trusted: bool
     doubtful: frozenset[str] = frozenset()
     dims: Mapping[str, int] = field(default_factory=dict)
+    reach: float = 1.0
 
 
 class Estimator:
@@ -149,7 +151,8 @@ class Estimator:
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            prediction = Prediction(structure, values, fit.error, self._trusted(fit, dims), fit.doubtful, dims)
+            trusted, reach = self._trusted(fit, dims), max(dims[name] / max(1, fit.high[name]) for name in dims)
+            prediction = Prediction(structure, values, fit.error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
                 return prediction
             best = best or prediction

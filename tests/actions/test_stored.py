@@ -131,7 +131,7 @@ def test_features_hold_no_recomputed_graph(keeps: bool) -> None:
     """After a recomputation the attribute is the forward's again: the other one would keep all of it alive."""
     model = nn.Sequential(*[Featured(keeps=keeps) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [torch.randn(8, rows, 32) for rows in 2 * (40, 60, 50, 80, 70, 64, 90, 100, 96, 100)]
+    batches = [torch.randn(8, rows, 32) for rows in 4 * (40, 60, 50, 80, 70, 64, 90, 100, 96, 100)]
     peaks = []
     for batch in batches:
         with PeakMeter(model, optimizer, batch) as meter:
