@@ -67,7 +67,10 @@ class _Calls:
         name, session, original = self._name, self._session, self._original
         # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
         # saves as much as any.
-        if not session.armed or not torch.is_grad_enabled():
+        if not session.armed:
+            return original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            session.passes_by(name)
             return original(*args, **kwargs)
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)

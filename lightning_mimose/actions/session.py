@@ -115,6 +115,14 @@ class Session:
             self.refused.setdefault(name, reason)
         self.actions = self.standing(self.actions)
 
+    def passes_by(self, name: str) -> None:
+        """A unit is called without gradients (a teacher, a target): one moment of the step, in one that is recorded."""
+        recorder = self.recorder
+        if recorder is None or self.inside or self.trial is not None or recorder.replays.running:
+            return
+        if name in self.actions:  # no smaller pieces than the units of the shelter
+            recorder.mark("step", f"{name} without gradients")
+
     def bypass(self, name: str) -> bool:
         """A unit is called outside of those that act: none around it is to be recomputed then, but its parts are.
 

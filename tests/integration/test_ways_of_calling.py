@@ -207,6 +207,64 @@ def test_inputs_that_nobody_keeps_are_not_counted() -> None:
         assert peak == pytest.approx(record.predicted_peak_bytes, rel=0.01)
 
 
+class Distilled(nn.Module):
+    """A student, and a wider teacher without gradients that sees two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(*[Block() for _ in range(2)])
+        self.widen = nn.Linear(24, 240)
+        self.teacher = nn.ModuleList(Block(240) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.widen.requires_grad_(False)
+
+
+def distilled(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The student sees the shorter view."""
+    views = [batch["one"], batch["other"]]
+    with torch.no_grad():
+        seen = []
+        for view in views:
+            wide = model.widen(view)
+            for block in model.teacher:
+                wide = block(wide)
+            seen.append(wide.mean())
+    value: torch.Tensor = sum(
+        (model.student(view).mean() - mean).square() for view, mean in zip(views, seen, strict=True)
+    )
+    return value
+
+
+def test_calls_without_gradients_are_moments_of_their_own() -> None:
+    """Learnt where one of them was the highest, predicted where it is another."""
+    lengths = [
+        (69, 28),
+        (73, 56),
+        (25, 24),
+        (53, 36),
+        (60, 27),
+        (58, 51),
+        (65, 48),
+        (38, 70),
+        (32, 68),
+        (28, 75),
+        (21, 68),
+    ]
+    torch.manual_seed(0)
+    model = Distilled()
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.01)
+    planned = 0
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=distilled) as mimose:
+        for one, other in lengths:
+            batch = {"one": torch.randn(4, one, 24), "other": torch.randn(4, other, 24)}
+            with PeakMeter(model, optimizer, batch) as meter:
+                mimose.step(batch)
+            predicted = mimose.records[-1].predicted_peak_bytes
+            planned += predicted is not None
+            assert predicted is None or meter.peak_bytes == pytest.approx(predicted, rel=0.01)
+    assert planned >= 3
+
+
 def test_the_least_budget_that_is_named_holds_to_the_end() -> None:
     """Optimizer state and gradients, which come with the first update, are part of it."""
 
