@@ -68,7 +68,8 @@ class Estimator:
         self._measured_since: set[tuple[tuple[str, int], ...]] = set()
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
         self._fits: dict[tuple[Structure, int | None, tuple[str, ...]], Fit | None] = {}
-        self._latest: Structure | None = None
+        self._latest: dict[tuple[str, ...], Structure] = {}
+        """Of every kind of batch (names of dimensions), the newest last."""
         self._shorter = 0
         self._shorter_path: Structure | None = None
         self.varies = False
@@ -87,20 +88,25 @@ class Estimator:
             structure: Its shape.
             values: Shape (structure.columns,).
         """
-        # A step that leaves calls out needs less than the next one may: only the longest path is learnt from.
-        if any(structure.calls_made < other.calls_made for other in self._observed):
+        key = tuple(sorted(dims.items()))
+        names = _names(key)
+        # A step that leaves calls out needs less than the next one may: only the longest path is learnt from. One of
+        # another kind of batch (a text without images) is a path of its own.
+        alike = self._paths(names)
+        if any(structure.calls_made < other.calls_made for other in alike):
             self.varies = True
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
             if self._shorter < FORGET_AFTER:
                 return
         self._shorter = 0
-        for other in list(self._observed):
+        for other in alike:
             if other.calls_made < structure.calls_made or structure.calls_made < other.calls_made:
                 self.varies = True
-                del self._observed[other]
+                rest = {k: values for k, values in self._observed.pop(other).items() if _names(k) != names}
+                if rest:
+                    self._observed[other] = rest
         known = self._observed.setdefault(structure, {})
-        key = tuple(sorted(dims.items()))
         known.pop(key, None)
         known[key] = values
         if len(self) < self._enough:
@@ -110,13 +116,14 @@ class Estimator:
         if len(known) > MAX_OBSERVATIONS:
             # Oldest first, but never the extremes of a dimension, which span the range that is trusted.
             most, _ = Counter(map(_names, known)).most_common(1)[0]
-            alike = [other for other in known if _names(other) == most]
-            ranges = [[other[i][1] for other in alike] for i in range(len(most))]
+            like = [other for other in known if _names(other) == most]
+            ranges = [[other[i][1] for other in like] for i in range(len(most))]
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
-            inner = (k for k in alike if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
-            known.pop(next(inner, alike[0]))
+            inner = (k for k in like if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
+            known.pop(next(inner, like[0]))
         # The very object that is a key: comparing two equal ones takes milliseconds.
-        self._latest, self._rate = next(s for s in self._observed if s == structure), None
+        self._latest.pop(names, None)
+        self._latest[names], self._rate = next(s for s in self._observed if s == structure), None
         self._fits.clear()
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
@@ -135,15 +142,15 @@ class Estimator:
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
-        structure = self._latest
-        if structure is None:
-            return None
         key = tuple(sorted(dims.items()))
+        structure = self._latest.get(_names(key))
+        if structure is None or structure not in self._observed:
+            return None
         seen = [structure for structure, known in self._observed.items() if key in known]
         if seen:
             # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
             believed = key in self._measured_since or len(self) >= self._enough
-            trusted = len(seen) == 1 and believed and self._is_complete()
+            trusted = len(seen) == 1 and believed and self._is_complete(structure, key)
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
@@ -151,7 +158,8 @@ class Estimator:
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            trusted, reach = self._trusted(fit, dims), max(dims[name] / max(1, fit.high[name]) for name in dims)
+            trusted = self._trusted(fit, dims) and self._is_complete(structure, key)
+            reach = max(dims[name] / max(1, fit.high[name]) for name in dims)
             prediction = Prediction(structure, values, fit.error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
                 return prediction
@@ -169,9 +177,10 @@ class Estimator:
     @property
     def relations(self) -> tuple[Relation, ...]:
         """What followed from what in all sizes of the latest path that have the latest one's dimensions."""
-        if self._latest is None:
+        if not self._latest:
             return ()
-        fit = self._fit(self._latest, None, _names(next(reversed(self._observed[self._latest]))))
+        names, structure = next(reversed(self._latest.items()))
+        fit = self._fit(structure, None, names)
         return () if fit is None else fit.relations
 
     def _fit(self, structure: Structure, batch: int | None, names: tuple[str, ...]) -> Fit | None:
@@ -196,7 +205,7 @@ class Estimator:
         return self._fits[slot]
 
     def _trusted(self, fit: Fit, dims: Mapping[str, int]) -> bool:
-        if len(self) < self._enough or not self._is_complete():
+        if len(self) < self._enough:
             return False
         if fit.error <= GOOD_ERROR:
             reach = 4.0
@@ -206,10 +215,13 @@ class Estimator:
             return False
         return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())
 
-    def _is_complete(self) -> bool:
-        """Whether the latest path makes every call that any path was seen to make."""
-        latest = self._latest
-        return latest is not None and all(other.calls_made <= latest.calls_made for other in self._observed)
+    def _paths(self, names: tuple[str, ...]) -> list[Structure]:
+        """The paths that batches with these dimensions were seen to take."""
+        return [structure for structure, known in self._observed.items() if any(_names(key) == names for key in known)]
+
+    def _is_complete(self, latest: Structure, key: tuple[tuple[str, int], ...]) -> bool:
+        """Whether the latest path of such a batch makes every call that any of its paths was seen to make."""
+        return all(other.calls_made <= latest.calls_made for other in self._paths(_names(key)))
 
     def seconds_per_flop(self) -> float:
         """Rate of recomputation on this device, over all that was measured; a guess before."""

@@ -300,6 +300,22 @@ def test_after_the_model_changed_the_latest_structure_is_predicted() -> None:
     assert later is None or not later.trusted or later.structure == other.structure
 
 
+def test_a_kind_of_batch_that_makes_fewer_calls_is_learnt_for_itself() -> None:
+    """A text without images: no shortened form of the other, for it has other dimensions."""
+    estimator, longer, values = Estimator(), real(3), law()
+    for number, length in enumerate((24, 40, 64, 80, 100, 32, 56, 72, 90, 48)):
+        size = text(length)[0]
+        if number % 2:
+            estimator.add({**size, "pixels:1": 9}, longer.structure, longer.values * length)
+        else:
+            estimator.add(size, structure(), values(size))
+    found = predicted(estimator, text(70)[0])
+    assert found.trusted
+    assert found.values == pytest.approx(values(text(70)[0]))
+    assert predicted(estimator, {**text(70)[0], "pixels:1": 9}).structure == longer.structure
+    assert not estimator.varies
+
+
 def test_a_size_known_from_before_and_after_a_change_is_predicted_as_it_is_now() -> None:
     """An exact repeat of the old model's size is no repeat."""
     estimator = learnt(text(24, 40, 64, 80, 100), law())
