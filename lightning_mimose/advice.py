@@ -23,12 +23,14 @@ class Advice(NamedTuple):
         predicted_peak_bytes: For the batch's actual size; None when sheltered.
         cache_hit: Whether the plan was known.
         infeasible: Whether even the most saving plan exceeds the budget.
+        to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured.
     """
 
     plan: Plan | None
     predicted_peak_bytes: int | None
     cache_hit: bool
     infeasible: bool = False
+    to_be_proven: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Advisor(Forecast):
         plan = self.planner.cache.get(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:
             plan, planned = self.planner.cache.get(self._key(size), self.budget_bytes), size
-        hit, infeasible = plan is not None, False
+        hit, infeasible, proves = plan is not None, False, False
         if plan is None:
             planned, prediction = self._known_size(size)
             if prediction is None:
@@ -106,8 +106,9 @@ class Advisor(Forecast):
             plan, infeasible = self.planner.plan(key, menu, self.budget_bytes, margin, can_wait=sheltered)
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
+            proves = self._beyond(prediction) > 0
         peak = self._actual_peak(size, planned, plan, resident)
-        return Advice(plan, peak, hit, infeasible)
+        return Advice(plan, peak, hit, infeasible, proves)
 
     def actions_of(self, plan: Plan) -> dict[str, str]:
         """The units of a plan that act; the same dictionary whenever the plan is asked for again."""

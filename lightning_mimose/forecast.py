@@ -32,7 +32,11 @@ SEVERAL_PASSES_ERROR = 0.02
 UNSCALED_SHARE = 0.02
 """What of a unit may not be proportional to the batch, where the batch never varied."""
 LEAN_REACH = 1.1
-"""How much larger than all that were measured a batch may be for plans to keep its units lean."""
+"""How much larger than all that were measured a batch may be for plans to keep its units lean without more ado."""
+FAR_REACH = 1.5
+"""How much larger one may be at all before it is measured in shelter."""
+LEAN_REACH_ERROR = 0.1
+"""Share of the peak by which a lean step may be mispredicted for every doubling of its size beyond that."""
 DYING_INPUTS_ERROR = 0.004
 """Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 KNOWN_VIEWS = 8
@@ -160,7 +164,8 @@ class Forecast:
         # Which inputs die with their last call is told apart for all or for none; lean saves let some go earlier.
         unsure = DYING_INPUTS_ERROR if self._inputs_die and set(self.actions) & set(GRADES) else 0.0
         error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
-        free = int(RESERVE_SHARE * budget_bytes + 1.5 * error * peak)
+        beyond = LEAN_REACH_ERROR * self._beyond(prediction)
+        free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
@@ -196,13 +201,22 @@ class Forecast:
     def _trusts(self, prediction: Prediction, timeline: Timeline) -> bool:
         """Whether plans are made on a prediction, or its step is measured first.
 
-        Inside a lean unit's backward the highest of several moments is learnt. Beyond the sizes that were measured it
-        may be another one, which no fit has seen (attention's scores grow faster than the rest).
+        Far beyond the sizes that were measured it is, if plans might keep its units lean.
         """
-        if not prediction.trusted or prediction.reach <= LEAN_REACH or not prediction.structure.grades:
+        if not prediction.trusted or prediction.reach <= FAR_REACH or not self._beyond(prediction):
             return prediction.trusted
-        needs = with_reserve(timeline.peak_bytes({})) > self.budget_bytes and not set(self.actions).isdisjoint(GRADES)
+        needs = with_reserve(timeline.peak_bytes({})) > self.budget_bytes
         return not needs or self.sure_bytes(timeline) > self.budget_bytes
+
+    def _beyond(self, prediction: Prediction) -> float:
+        """How far a size is beyond those of which it is known how lean units behave; 0 if it is not.
+
+        Inside a lean unit's backward the highest of several moments is learnt. In larger batches it may be another one,
+        which no fit has seen (attention's scores grow faster than the rest).
+        """
+        if not prediction.structure.grades or set(self.actions).isdisjoint(GRADES):
+            return 0.0
+        return max(0.0, prediction.reach - LEAN_REACH)
 
     def sure_bytes(self, timeline: Timeline) -> int:
         """The least budget that is sure to do: for the plan that a run which knows nothing starts with."""
@@ -254,6 +268,8 @@ class Forecast:
         actions = dict(plan)
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
+        if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
+            self.estimator.prove(size.dims)
         if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
             return
         self._forget_plans()

@@ -9,7 +9,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Prediction:
         trusted: Whether plans may be built on it.
         doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
         dims: The named dimensions it is for.
-        reach: The largest of them over the largest that was measured; at most 1 where none is larger.
+        reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
     """
 
     structure: Structure
@@ -75,6 +75,7 @@ class Estimator:
         self.varies = False
         """Whether steps were seen that left out calls of others (layers dropped at random)."""
         self._rate: float | None = None
+        self._proven: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
@@ -139,6 +140,12 @@ class Estimator:
         """
         self._enough = len(self) + 2
         self._measured_since.clear()
+        self._proven.clear()
+
+    def prove(self, dims: Iterable[tuple[str, int]]) -> None:
+        """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`."""
+        for name, value in dims:
+            self._proven[name] = max(value, self._proven.get(name, 0))
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
@@ -159,7 +166,7 @@ class Estimator:
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
             trusted = self._trusted(fit, dims) and self._is_complete(structure, key)
-            reach = max(dims[name] / max(1, fit.high[name]) for name in dims)
+            reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
             prediction = Prediction(structure, values, fit.error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
                 return prediction

@@ -72,7 +72,7 @@ def test_predictions_are_within_one_percent(accumulate: int) -> None:
     """Of the peak that the independent meter finds, batches that only accumulate included."""
     plain = run(accumulate_grad_batches=accumulate)
     callback = MimoseCallback(plain.budget(0.7))
-    fit = run(callback, data=batches(count=24), accumulate_grad_batches=accumulate)
+    fit = run(callback, data=batches(count=20), accumulate_grad_batches=accumulate)
     planned = [(p, r) for p, r in zip(fit.peaks, callback.records, strict=True) if r.predicted_peak_bytes]
     assert len(planned) >= 10
     assert {record.batch_idx % accumulate for _, record in planned} == set(range(accumulate))
@@ -89,7 +89,7 @@ def test_skipped_batches_of_an_accumulation_do_not_keep_it_sheltered() -> None:
     fit = run(callback, **options)
     assert held(fit, callback)
     assert same(plain.weights(), fit.weights())
-    assert not any(record.sheltered for record in list(callback.records)[24:])
+    assert not any(record.sheltered for record in list(callback.records)[16:])
 
 
 def test_predictions_match_the_own_meter_with_batch_norm() -> None:
