@@ -106,7 +106,7 @@ class Advisor(Forecast):
             plan, infeasible = self.planner.plan(key, menu, self.budget_bytes, margin, can_wait=sheltered)
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
-            proves = self._beyond(prediction) > 0
+            proves = self.beyond(prediction) > 0
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

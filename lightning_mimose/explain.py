@@ -133,7 +133,7 @@ class _Asker:
         advisor = self.knowledge.advisor
         timeline, prediction = advisor.timeline(self.batch)
         plan: Plan | None
-        if prediction.trusted:
+        if prediction.trusted and not advisor.beyond(prediction):
             try:
                 plan = advisor.plan(self.batch, amount)
             except BudgetInfeasibleError:

@@ -164,7 +164,7 @@ class Forecast:
         # Which inputs die with their last call is told apart for all or for none; lean saves let some go earlier.
         unsure = DYING_INPUTS_ERROR if self._inputs_die and set(self.actions) & set(GRADES) else 0.0
         error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
-        beyond = LEAN_REACH_ERROR * self._beyond(prediction)
+        beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self._surplus_bytes + self._fragmentation_bytes
 
@@ -203,12 +203,12 @@ class Forecast:
 
         Far beyond the sizes that were measured it is, if plans might keep its units lean.
         """
-        if not prediction.trusted or prediction.reach <= FAR_REACH or not self._beyond(prediction):
+        if not prediction.trusted or prediction.reach <= FAR_REACH or not self.beyond(prediction):
             return prediction.trusted
         needs = with_reserve(timeline.peak_bytes({})) > self.budget_bytes
         return not needs or self.sure_bytes(timeline) > self.budget_bytes
 
-    def _beyond(self, prediction: Prediction) -> float:
+    def beyond(self, prediction: Prediction) -> float:
         """How far a size is beyond those of which it is known how lean units behave; 0 if it is not.
 
         Inside a lean unit's backward the highest of several moments is learnt. In larger batches it may be another one,
