@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose.actions.proof import DIFFERS
 from lightning_mimose.actions.step_state import StepState
+from lightning_mimose.actions.stored import LATEST
 from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memory
 from lightning_mimose.measure.resident import versions
 
@@ -146,6 +147,8 @@ class Attempts:
         engine = self._engine
         forbidden = self._forbids() or before.lost()
         if isinstance(error, RecomputeError):
+            if LATEST in error.reasons and engine.latest_region is not None:
+                error = RecomputeError({engine.latest_region: error.reasons[LATEST]})
             engine.refuse(error.reasons)
             if forbidden or not engine.again(leaner=False, why=str(error)):
                 raise error

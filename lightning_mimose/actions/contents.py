@@ -147,8 +147,23 @@ def same_content(value: Any, content: Any) -> bool:
     return content is None or (kind is not None and kind.same(value, content))
 
 
-def put_content(value: Any, content: Any) -> None:
-    """Give an object the content that was copied."""
+def put_content(value: Any, content: Any, instead: Any = None) -> None:
+    """Give an object the content that was copied.
+
+    Args:
+        value: The object.
+        content: Its content.
+        instead: Stands in a container for activations that are gone; None to leave them out.
+    """
     kind = _kind_of(value)
-    if kind is not None and content is not None:
-        kind.fill(value, content)
+    if kind is None or content is None:
+        return
+    if instead is not None and isinstance(value, dict):
+        content = content[0], _with(content[1], instead)
+    elif instead is not None and isinstance(value, (list, deque)):
+        content = _with(content, instead)
+    kind.fill(value, content)
+
+
+def _with(items: list[Any], instead: Any) -> list[Any]:
+    return [instead if isinstance(item, TensorWeakRef) and item() is None else item for item in items]

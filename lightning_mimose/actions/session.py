@@ -136,6 +136,8 @@ class Session:
         while "." in around:
             around = around.rpartition(".")[0]
             if self.actions.get(around) in REPEATING:
+                if self.recorder is not None and self.recorder.has_called(around):
+                    return False  # it is called as well
                 self.refuse({around: BYPASSED})
                 return True
         return False

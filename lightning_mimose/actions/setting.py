@@ -8,7 +8,7 @@ without anybody noticing. So they are noted before a forward, and lent to its re
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.members import BY_NAME, KINDS, Members, members_now, values_of
-from lightning_mimose.actions.stored import Looks, Place, is_activation, left_alone
+from lightning_mimose.actions.stored import Looks, Place, is_activation, left_alone, lost
 from lightning_mimose.errors import RecomputeError
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
@@ -29,10 +29,11 @@ OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
 _UNWATCHED = OWN - {"training"}
 _NOTHING: AbstractContextManager[None] = nullcontext()
+TRIES = 8
+"""Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
 LONGEST = 32
 """Items of a container that is watched."""
 OTHER_MODE = "it was switched between training and eval mode before its backward"
-HANDED_GONE = "the activation that it was handed as its attribute {!r} was gone before its backward"
 WRITTEN = "{!r} was written in place by somebody else before its backward"
 _Entry = tuple[dict[str, Any], str, Any]
 """What something is to be put back into, its name, and its value."""
@@ -106,8 +107,7 @@ class Settings:
         self._modules, self._written = modules, written
         self._watched: list[_Watched] | None = None
         self._usual: Callable[[], Members | None] = lambda: None
-        self._stored: set[Place] = set()
-        self._settled: dict[Place, bool] = {}
+        self._tries: Counter[Place] = Counter()
         self.unit = ""
 
     def note(self) -> Setting:
@@ -130,7 +130,7 @@ class Settings:
         """Activations that a forward found, and of which nobody knows what forwards do with them: names by module."""
         unknown: dict[nn.Module, list[str]] = {}
         for owner, name, _ in self._activations(setting):
-            if (id(owner), name) not in self._settled:
+            if self._tries[id(owner), name] < TRIES:
                 unknown.setdefault(owner, []).append(name)
         return unknown
 
@@ -140,29 +140,13 @@ class Settings:
         Returns:
             Those that it carries from call to call: it looks at what it left there itself.
         """
-        carried = []
-        for owner, names in unknown.items():
-            for name in names:
-                place = id(owner), name
-                self._settled[place] = place in looks.read
-                if place in looks.replaced and place in looks.read:
-                    carried.append(name)
-                elif place in looks.replaced:
-                    self._store(place)
-        return carried
+        places = {(id(owner), name): name for owner, names in unknown.items() for name in names}
+        self._tries.update(places.keys())
+        return [name for place, name in places.items() if place in looks.replaced and place in looks.read]
 
     def ran(self, setting: Setting) -> None:
         """The forward that found it has run: what it has written so far is its own business."""
         setting.versions[:] = map(_VERSION, setting.held)
-        for owner, name, value in self._activations(setting):
-            if not self._settled.get((id(owner), name)) and vars(owner).get(name) is not value():
-                self._store((id(owner), name))
-                setting.attributes[:] = [_GONE if each is value else each for each in setting.attributes]
-
-    def _store(self, place: Place) -> None:
-        """What is there before a forward is none of its business: it leaves its own there."""
-        self._stored.add(place)
-        self._watched = None
 
     def _activations(self, setting: Setting) -> list[tuple[nn.Module, str, Callable[[], torch.Tensor | None]]]:
         if weakref.ref not in map(type, setting.attributes):
@@ -197,7 +181,7 @@ class Settings:
         now, members = self._look(setting.watched), setting.members or setting.usual()
         is_same = now is not None and _same(now, setting.attributes)
         is_same &= members is None or _same(values_of(members_now(self._modules)), members.values)
-        if is_same and not self._stored and weakref.ref not in map(type, now or ()):
+        if is_same and weakref.ref not in map(type, now or ()):
             return _NOTHING
         return self._lent(setting, members)
 
@@ -232,17 +216,17 @@ class Settings:
         for watched in setting.watched:
             owner = watched.module()
             for name, value in zip(watched.names, attributes, strict=False):
-                if owner is None or value is _GONE or (id(owner), name) in written:
+                if owner is None or value is _GONE:
                     continue
-                if name == "training" and owner.training is not value:
+                if type(value) is weakref.ref:
+                    activation = value()
+                    if activation is not None:
+                        activation._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
+                    yield vars(owner), name, lost() if activation is None else activation
+                elif name == "training" and owner.training is not value:
                     raise RecomputeError({self.unit: OTHER_MODE})
-                if type(value) is not weakref.ref:
+                elif (id(owner), name) not in written and vars(owner).get(name, _GONE) is not value:
                     yield vars(owner), name, value
-                elif (activation := value()) is None:
-                    raise RecomputeError({self.unit: HANDED_GONE.format(name)})
-                else:
-                    activation._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
-                    yield vars(owner), name, activation
 
     def _other_members(self, members: Members | None, written: Collection[Place]) -> Iterator[_Entry]:
         if members is None:
@@ -256,7 +240,8 @@ class Settings:
                 inside = vars(module)[kind]
                 if kind in BY_NAME:
                     for name, value in found.items():
-                        if inside.get(name) is not value and (id(module), name) not in written:
+                        own = (id(module), name) in written and not is_activation(value)
+                        if inside.get(name) is not value and not own:
                             yield inside, name, value
                 elif found.keys() != inside.keys():
                     yield vars(module), kind, OrderedDict(found)
@@ -277,14 +262,12 @@ class Settings:
         return [value if type(value) in _SIMPLE else _noted(value) for value in found]
 
     def _watch(self) -> list[_Watched]:
-        watched, written = [], self._stored.union(self._written(True))
+        watched = []
         for ref in self._modules:
             module = ref()
-            if module is None:
-                continue
-            inside = vars(module)
-            names = tuple(name for name in inside if name not in _UNWATCHED and (id(module), name) not in written)
-            watched.append(_Watched(ref, names, _getter(names), len(inside)))
+            if module is not None:
+                names = tuple(name for name in vars(module) if name not in _UNWATCHED)
+                watched.append(_Watched(ref, names, _getter(names), len(vars(module))))
         return watched
 
 

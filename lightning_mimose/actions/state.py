@@ -21,8 +21,8 @@ from torch import nn
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
 from lightning_mimose.actions.setting import OWN, Settings
-from lightning_mimose.actions.stored import is_activation
-from lightning_mimose.errors import MimoseError
+from lightning_mimose.actions.stored import is_activation, lost
+from lightning_mimose.errors import MimoseError, is_out_of_memory
 
 _HOST = torch.device("cpu")
 
@@ -159,7 +159,7 @@ class WrittenState:
             yield
             return
         now = copy_places(places(before), activations=True)
-        put_back(before)
+        put_back(before, lost())
         try:
             yield
         finally:
@@ -235,8 +235,12 @@ def places(entries: Saved) -> list[Place]:
     return [(weakref.ref(owner) if owner is not None else None, name) for owner, name, _, _ in entries]
 
 
-def put_back(saved: Saved) -> None:
+def put_back(saved: Saved, instead: Any = None) -> None:
     """Put objects and contents where they were.
+
+    Args:
+        saved: What was found.
+        instead: Stands in containers for activations that are gone; None to leave them out.
 
     Raises:
         MimoseError: Something could not be put back; all the rest was.
@@ -246,9 +250,12 @@ def put_back(saved: Saved) -> None:
         try:
             if owner is not None:
                 _put(owner, name, value)
-            if not same_content(value, content):  # it may share memory with a parameter, which nobody may write
-                put_content(value, content)
-        except Exception as error:  # of classes of others
+            put_content(value, content, instead)
+        except Exception as error:  # it may share memory with a parameter, which nobody may write
+            if is_out_of_memory(error):
+                raise
+            if same_content(value, content):
+                continue
             failed.append(f"{type(owner).__name__}.{name} ({type(error).__name__}: {error})")
     if failed:
         raise MimoseError(

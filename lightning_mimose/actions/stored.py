@@ -4,24 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_mimose.errors import RecomputeError
+
+LATEST = ""
+"""Stands for the unit that was recomputed last."""
+GONE = "it looks at an activation that was there before, and is gone by the time of its backward"
+
 Place = tuple[int, str]
 """Identity of a module, and a name in it."""
 
 
+class _Lost(torch.Tensor):
+    """Raises whatever is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RecomputeError({LATEST: GONE})
+
+
 def is_activation(value: Any) -> bool:
-    """Whether it is a tensor that a backward may go through."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    """Whether it is a tensor that a backward may go through, or stands for one."""
+    return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
+
+
+@cache
+def lost() -> torch.Tensor:
+    """Stands for an activation that is gone, where a recomputation should never look at it.
+
+    What a forward finds there from an earlier call it replaces, mostly; and if not, nobody must take its place.
+    """
+    return torch.Tensor._make_subclass(_Lost, torch.empty(0))
 
 
 @contextmanager
 def left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Around a forward that is none of the step's, or runs again: activations are as they were, and none has come."""
-    before = [(vars(module), dict(vars(module))) for module in modules]
+    places = [inside for module in modules for inside in (vars(module), module._buffers)]
+    before = [(inside, dict(inside)) for inside in places]
     try:
         yield
     finally:
@@ -55,17 +80,28 @@ def watched(held: Mapping[nn.Module, Sequence[str]]) -> Iterator[Looks]:
     """
     looks = Looks(set(), set())
     classes = [(module, type(module)) for module in held]
+    held_here: list[dict[str, Any]] = []
     try:
         for module, names in held.items():
             try:
-                module.__class__ = _watching(type(module), {name: vars(module)[name] for name in names}, looks)
-            except TypeError:  # of another layout: nobody knows
+                held_here.append({name: vars(module)[name] for name in names})
+                module.__class__ = _watching(type(module), held_here[-1], looks)
+            except Exception:  # of another layout, or a class that minds being derived from: nobody knows
                 for places in looks:
                     places |= {(id(module), name) for name in names}
         yield looks
     finally:
         for module, kind in classes:
             module.__class__ = kind
+        for each in held_here:  # classes are in cycles, and would keep it
+            each.clear()
+
+
+class _Unannounced:
+    """Keeps a class derived for a moment out of registries."""
+
+    def __init_subclass__(cls) -> None:
+        """Tells nobody."""
 
 
 def _watching(kind: type[nn.Module], held: Mapping[str, Any], looks: Looks) -> type[nn.Module]:
@@ -80,4 +116,5 @@ def _watching(kind: type[nn.Module], held: Mapping[str, Any], looks: Looks) -> t
             looks.replaced.add((id(self), name))
         kind.__setattr__(self, name, value)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, "__module__": kind.__module__})
+    own = {"__getattribute__": get, "__setattr__": put, "__module__": kind.__module__}
+    return type(kind.__name__, (_Unannounced, kind), own)

@@ -134,6 +134,10 @@ class StepRecorder:
         self.leave(call, out)
         return out
 
+    def has_called(self, unit: str) -> bool:
+        """Whether a unit was called in this step."""
+        return unit in self._occurrences
+
     def enter(self, unit: str, action: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Begin a call in forward."""
         self.replays.forward_goes_on()

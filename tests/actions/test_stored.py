@@ -104,6 +104,89 @@ def test_recurrent_cells_are_exact(keeps: Any, takes: Any, loss_fn: Any, actions
     assert all(map(torch.equal, *found))
 
 
+class Remembering(Cell):
+    """Keeps its state in a buffer, or in a container that it changes in place."""
+
+    def __init__(self, where: str, takes: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__(same, takes)
+        self.where = where
+        self.held: Any
+        self.register_buffer("held", None)
+        self.box: dict[str, torch.Tensor] = {}
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One moment of a sequence."""
+        self.state = self.held if self.where == "buffer" else self.box.get("state")
+        out: torch.Tensor = super().forward(x)
+        new, self.state = self.state, None
+        if self.where == "buffer":
+            self.held = new
+        else:
+            self.box["state"] = new
+        return out
+
+
+class Resetting(Cell):
+    """Begins anew in its first calls, or leaves something else there in the first."""
+
+    def __init__(self, resets: int, detached: int) -> None:
+        super().__init__(same, torch.Tensor.detach)
+        self.resets, self.detached, self.calls = resets, detached, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One moment of a sequence."""
+        if self.calls < self.resets:
+            self.state = None
+        out: torch.Tensor = super().forward(x)
+        if self.calls < self.detached:
+            self.state = self.state.detach()
+        self.calls += 1
+        return out
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: Remembering("buffer", same), id="in a buffer"),
+        pytest.param(lambda: Remembering("buffer", torch.Tensor.detach), id="in a buffer, detached"),
+        pytest.param(lambda: Remembering("box", torch.Tensor.detach), id="in a container, detached"),
+        pytest.param(lambda: Resetting(3, 0), id="after some resets"),
+        pytest.param(lambda: Resetting(0, 1), id="detached at first"),
+    ],
+)
+def test_states_in_other_places_and_from_later_on_are_exact(make: Callable[[], Cell]) -> None:
+    """Across steps, and within them."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if isinstance(model[0], Remembering) and model[0].takes is same:  # type: ignore[index]
+            for cell in model:  # type: ignore[attr-defined]
+                cell.held = None
+        total = torch.zeros(())
+        for x in batch.unbind(1):
+            total = total + model(x).square().mean()
+        return total
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [torch.randn(32, 2, 16) for _ in range(6)]
+        if planned:
+            with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn, actions=["recompute"]) as mimose:
+                for batch in batches:
+                    mimose.step(batch)
+        else:
+            for batch in batches:
+                loss = loss_fn(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        found.append([*model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Featured(nn.Module):
     """Leaves what is inside it as an attribute."""
 
