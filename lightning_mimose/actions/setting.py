@@ -166,6 +166,8 @@ class Settings:
         usual = self._usual()
         if usual is None:
             usual = Members(members_now(self._modules))
+            if any(isinstance(each, torch.Tensor) and not each.is_leaf for each in usual.values):
+                return None  # lent for this call alone, with a graph that nobody else would keep
             self._usual = weakref.ref(usual)
         return usual
 
