@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +32,11 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
 
 
-@cache
 def lost() -> torch.Tensor:
     """Stands for an activation that is gone, where a recomputation should never look at it.
 
-    What a forward finds there from an earlier call it replaces, mostly; and if not, nobody must take its place.
+    What a forward finds there from an earlier call it replaces, mostly; and if not, nobody must take its place. A new
+    one each time: whoever walks through all tensors there are (a profiler of memory) must hardly ever meet one.
     """
     return torch.Tensor._make_subclass(_Lost, torch.empty(0))
 
