@@ -11,8 +11,8 @@ from torch import nn
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
 from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import is_patched, unpatch
-from lightning_mimose.actions.proof import COLLECTIVE
 from lightning_mimose.actions.session import Session
+from lightning_mimose.actions.trial import COLLECTIVE
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.errors import UnitsError, UnsupportedError
 from lightning_mimose.measure.cap import ReservedCap

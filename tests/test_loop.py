@@ -25,13 +25,13 @@ from lightning_mimose.errors import (
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.counting import flops
 from tests.helpers.hub import HUB, bert, classified_text, gpt2, pixels, resnet
+from tests.helpers.loops import Loss, plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import MODELS, Batch, TinyText, TinyVision, image_batch, text_batch
 from tests.helpers.pairs import saving_units
 from tests.helpers.recording import model_loss, patched
 
 Make = Callable[[], nn.Module]
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 LENGTHS = (40, 72, 24, 56, 64, 33, 48, 80, 100, 61, 90, 37)
 SIDES = (24, 40, 16, 32, 48, 20, 44, 28, 36, 46, 18, 32)
 
@@ -46,15 +46,6 @@ def batches_of(name: str, count: int = 12, batch: int = 8) -> list[Batch]:
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of these tests."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, loss_fn: Loss = model_loss) -> Any:
-    """What `Mimose.step` does without a budget."""
-    loss = loss_fn(model, batch)
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def budget_at(share: float, make: Make, batches: Sequence[Batch], loss_fn: Loss = model_loss) -> int:

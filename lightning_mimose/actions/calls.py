@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,13 @@ from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
-from lightning_mimose.actions.proof import Trial, find_carried, prove, try_recipes
+from lightning_mimose.actions.proof import find_carried, prove
 from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
 from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.actions.setting import Setting
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.actions.trial import Candidate, Trial
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.units import Unit, is_compiled
 
@@ -90,7 +90,7 @@ class _Calls:
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._name in self._session.tries and action not in REPEATING:
-            self._try_recipes(self._state.blank(), args, kwargs)
+            self._try_recipes(args, kwargs, self._state.blank())
         if action in GRADES:
             return self._lean(GRADES.index(action) + 1, args, kwargs)
         if action == OFFLOAD and self._session.offloader is not None:
@@ -127,13 +127,12 @@ class _Calls:
         elif unrepeatable:
             session.refuse({name: f"it is given a {unrepeatable}"})
         elif session.proves and not self._state.known():
-            with session.recorder.aside() if session.recorder is not None else nullcontext():
-                watch = not self._compiled
-                session.refuse(prove(name, self._original, args, kwargs, self._state, self._enter, watch=watch))
+            with session.aside():
+                session.refuse(prove(self._candidate(args, kwargs), watch=not self._compiled))
         if name in session.refused:
             return False
         if name in session.tries:
-            self._try_recipes(self._state, args, kwargs)
+            self._try_recipes(args, kwargs)
         if name in session.split_tries:
             self._try_splitting(args, kwargs)
         return True
@@ -144,8 +143,8 @@ class _Calls:
         """Whether it goes on from activations of an earlier call, found out by trial where it holds some."""
         session = self._session
         session.compared = True
-        with session.recorder.aside() if session.recorder is not None else nullcontext():
-            found = find_carried(self._name, self._original, args, kwargs, self._state, self._enter, unsettled)
+        with session.aside():
+            found = find_carried(self._candidate(args, kwargs), unsettled)
         session.refuse(found)
         return bool(found)
 
@@ -158,7 +157,7 @@ class _Calls:
         found = self._divisible.known(args, kwargs)
         if found is None:
             session.compared = True
-            with session.recorder.aside() if session.recorder is not None else nullcontext():
+            with session.aside():
                 session.armed = False  # nested units are nobody's business here
                 try:
                     found = self._divisible.learn(self._original, args, kwargs)
@@ -204,15 +203,15 @@ class _Calls:
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
                 self._session.given.append((self._name, weakref.ref(leaf), leaf._version))
 
-    def _try_recipes(self, state: WrittenState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _try_recipes(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState | None = None) -> None:
         """Compare every recipe with its tensor, beside the step."""
         session = self._session
         session.tries.discard(self._name)
         session.compared = session.news = True
-        with session.recorder.aside() if session.recorder is not None else nullcontext():
+        with session.aside():
             lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
-            tried = try_recipes(self._name, self._original, args, kwargs, state, self._enter, lean)
-        if tried:
+            failure = self._candidate(args, kwargs, state).run(Trial(), lean=lean)
+        if not failure:
             session.untried.discard(self._name)
         self._learn_from(lean)
 
@@ -224,6 +223,9 @@ class _Calls:
             session.surprised = True
             names = {place.made_by or "a mask" for place in different}
             session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
+
+    def _candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState | None = None) -> Candidate:
+        return Candidate(self._name, self._original, args, kwargs, state or self._state, self._enter)
 
     def _enter(self, trial: Trial | None) -> None:
         self._session.trial = trial

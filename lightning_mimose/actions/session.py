@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
-from lightning_mimose.actions.proof import CHANGES_INPUT, Trial
 from lightning_mimose.actions.split import SPLITS
+from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.shared.stops import Stops
 
@@ -108,6 +109,10 @@ class Session:
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what runs beside the step: it is no part of what is recorded."""
+        return nullcontext() if self.recorder is None else self.recorder.aside()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Never recompute some units; the parts of those that were to be recomputed in this step take their place."""

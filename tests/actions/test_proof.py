@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose.actions.proof import CHANGES_INPUT, COLLECTIVE, DIFFERS, Trial, prove
+from lightning_mimose.actions.proof import DIFFERS, prove
 from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.actions.trial import CHANGES_INPUT, COLLECTIVE, Candidate, Trial
 from lightning_mimose.measure.meter import ProfilerMeter
 from tests.helpers import blocks
 from tests.helpers.blocks import WIDTH, Base, everything, generators
@@ -22,7 +23,7 @@ def tried(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
     """What a trial says of a module."""
     state = WrittenState(module)
     entered: list[Trial | None] = []
-    reasons = prove("unit", module.forward, args, kwargs, state, entered.append)
+    reasons = prove(Candidate("unit", module.forward, args, kwargs, state, entered.append))
     assert [trial is None for trial in entered[1::2]] == [True] * len(entered[1::2])
     assert state.known() or reasons
     return reasons

@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from lightning_mimose.actions.proof import CHANGES_INPUT
 from lightning_mimose.actions.session import Session
+from lightning_mimose.actions.trial import CHANGES_INPUT
 
 WHY = "its results differ"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_mimose import Mimose
 from lightning_mimose.actions.setting import Settings
+from tests.helpers.loops import train
 
 ROWS = (96, 64, 128, 80, 112, 96, 64, 72)
 
@@ -190,20 +190,10 @@ def trained(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], actions:
     """Weights and what forwards count, after some steps; without actions in a plain loop."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batches = [torch.randn(rows, 16) for rows in ROWS]
-    if actions:
-        with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn, actions=actions) as mimose:
-            for batch in batches:
-                mimose.step(batch)
-            refused = loss_fn in (modes, handed, written_buffers, written_attributes)
-            assert refused or mimose.records[-1].recomputed_units == 4
-    else:
-        for batch in batches:
-            loss = loss_fn(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    records = train(model, batches, loss_fn, planned=bool(actions), lr=0.05, actions=actions)
+    refused = loss_fn in (modes, handed, written_buffers, written_attributes)
+    assert not actions or refused or records[-1].recomputed_units == 4
     return [*model.parameters(), *[torch.tensor(block.calls) for block in _blocks(model)]]
 
 
@@ -294,18 +284,6 @@ def test_modes_in_which_other_things_are_written(loss_fn: Any) -> None:
     for planned in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*[Normed() for _ in range(4)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        batches = [torch.randn(rows, 16) for rows in ROWS]
-        mimose = Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn) if planned else None
-        for batch in batches:
-            if mimose is not None:
-                mimose.step(batch)
-            else:
-                loss = loss_fn(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        if mimose is not None:
-            mimose.close()
+        train(model, [torch.randn(rows, 16) for rows in ROWS], loss_fn, planned=planned, lr=0.05)
         found.append([*model.parameters(), *model.buffers()])
     assert all(map(torch.equal, *found))

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_mimose import Mimose
 from lightning_mimose.actions.stored import left_alone, watched
+from tests.helpers.loops import plain_step, train
 from tests.helpers.meter import PeakMeter
 
 
@@ -88,18 +89,8 @@ def test_recurrent_cells_are_exact(keeps: Any, takes: Any, loss_fn: Any, actions
     for planned in (False, True):
         torch.manual_seed(0)
         model = Recurrent(keeps, takes)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = [torch.randn(32, 3, 16) for _ in range(6)]
-        if planned:
-            with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn, actions=actions) as mimose:
-                for batch in batches:
-                    mimose.step(batch)
-        else:
-            for batch in batches:
-                loss = loss_fn(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+        train(model, batches, loss_fn, planned=planned, actions=actions)
         found.append([*model.parameters()])
     assert all(map(torch.equal, *found))
 
@@ -171,18 +162,8 @@ def test_states_in_other_places_and_from_later_on_are_exact(make: Callable[[], C
     for planned in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(make(), make())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = [torch.randn(32, 2, 16) for _ in range(6)]
-        if planned:
-            with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_fn, actions=["recompute"]) as mimose:
-                for batch in batches:
-                    mimose.step(batch)
-        else:
-            for batch in batches:
-                loss = loss_fn(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+        train(model, batches, loss_fn, planned=planned, actions=["recompute"])
         found.append([*model.parameters()])
     assert all(map(torch.equal, *found))
 
@@ -218,11 +199,7 @@ def test_features_hold_no_recomputed_graph(keeps: bool) -> None:
     peaks = []
     for batch in batches:
         with PeakMeter(model, optimizer, batch) as meter:
-            loss = _squares(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            del loss
+            plain_step(model, optimizer, batch, _squares)
         peaks.append(meter.peak_bytes)
     budget = int(0.6 * max(peaks))
     with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=_squares) as mimose:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback
 from tests.helpers.fits import same
+from tests.helpers.loops import plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import Batch, Task, TinyNested, TinyText, TinyVision, image_batch, quiet_trainer, text_batch
 from tests.helpers.pairs import saving, saving_units
@@ -376,13 +377,7 @@ def steps_of(make: Make, batches: Sequence[Batch], budget: int | str | None) -> 
 
     def train() -> tuple[list[torch.Tensor], list[Any]]:
         if budget is None:
-            losses = []
-            for batch in batches:
-                loss = model_loss(model, batch)
-                model.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
+            losses = [plain_step(model, optimizer, batch, model_loss) for batch in batches]
             return [*losses, *model.state_dict().values()], []
         with Mimose(model, budget=budget, optimizer=optimizer) as mimose:
             losses = [mimose.step(batch) for batch in batches]

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_mimose import BudgetInfeasibleError, Mimose
+from tests.helpers.loops import Loss, plain_step
 from tests.helpers.meter import PeakMeter
-
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
@@ -157,11 +156,7 @@ def trained(make: Callable[[], nn.Module], loss_fn: Loss, share: float | None, *
             if mimose is not None:
                 mimose.step(batch)
             else:
-                loss = loss_fn(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                del loss
+                plain_step(model, optimizer, batch, loss_fn)
         peaks.append(meter.peak_bytes)
         resident.append(meter.resident_bytes)
     if mimose is not None:

@@ -16,6 +16,7 @@ from lightning_mimose import BudgetInfeasibleError, Mimose
 from lightning_mimose.errors import MimoseError
 from lightning_mimose.sizes import round_up_value
 from tests.helpers.fits import condition, same
+from tests.helpers.loops import plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.random_models import Node, Training, loss_of, nodes, random_batch, trainings
 
@@ -58,11 +59,8 @@ def plain(training: Training) -> Ran:
     ran.states.append(state_of(model))
     for batch in training.batches():
         with PeakMeter(model, optimizer, batch) as meter:
-            loss = loss_of(model(**batch))
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-        ran.losses.append(loss.detach())
+            loss = plain_step(model, optimizer, batch, lambda model, batch: loss_of(model(**batch)))
+        ran.losses.append(loss)
         ran.states.append(state_of(model))
         ran.peaks.append(meter.peak_bytes)
         ran.residents.append(meter.resident_bytes)

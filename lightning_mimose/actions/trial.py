@@ -1,0 +1,262 @@
+"""A trial: a call of a unit that runs beside the step, on copies, and leaves nothing.
+
+What it saves for backward is noted and dropped as it comes, what it writes is put back, and so are generators.
+Collectives and written inputs are noted, by operators watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.state import WrittenState, appeared, put_back
+from lightning_mimose.actions.stored import left_alone
+from lightning_mimose.errors import MimoseError, is_out_of_memory
+from lightning_mimose.measure.mode import ThreadedMode
+
+CHANGES_INPUT = "its input is changed in place"
+COLLECTIVE = "its forward talks to other ranks"
+
+
+class _Packed(NamedTuple):
+    """What is noted of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: int
+
+
+@dataclass
+class Called:
+    """One nested call in one run: what it was given, and which part of what was saved is its own."""
+
+    unit: str
+    inputs: list[weakref.ref[Any]]
+    first: int
+    last: int = -1
+
+
+@dataclass
+class Trial:
+    """One run of a unit beside the step.
+
+    Attributes:
+        packed: What was saved for backward, in order.
+        calls: The unit's own call, and those of nested units.
+        reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
+        workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
+    """
+
+    packed: list[_Packed] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+
+    @contextmanager
+    def call(self, unit: str, args: Any) -> Iterator[None]:
+        """Around the call of a unit."""
+        storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(args) if _is_plain(t)]
+        call = Called(unit, storages, len(self.packed))
+        self.calls.append(call)
+        yield
+        call.last = len(self.packed)
+
+    def nested(self, unit: str, state: WrittenState, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a nested unit's forward, and learn what it writes."""
+        before = state.before_forward()
+        with self.call(unit, (args, kwargs)):
+            out = original(*args, **kwargs)
+        state.after_forward(before)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor, and let go of it."""
+        if _is_plain(tensor):
+            storage = tensor.untyped_storage()
+            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(tensor)
+            self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, content))
+
+    def changed(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is written: whoever was given it cannot be given it again."""
+        written = tensor.untyped_storage()
+        for call in self.calls:
+            if any(ref() is written for ref in call.inputs):
+                self.reasons.setdefault(call.unit, CHANGES_INPUT)
+
+    def talks(self) -> None:
+        """Note a collective: it is part of every call that is running."""
+        for call in self.calls:
+            if call.last < 0:
+                self.reasons.setdefault(call.unit, COLLECTIVE)
+
+
+class WritesParameterError(Exception):
+    """Ends a trial before a parameter is written: nothing could put it back without a copy of all of them."""
+
+
+class _Watch(ThreadedMode):
+    """Sees what a trial writes, and may fill what would be uninitialised."""
+
+    def __init__(self, trial: Trial, modules: Sequence[nn.Module], fill: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trial, self._fill = trial, fill
+        parameters = (p for module in modules for p in module._parameters.values() if p is not None and _is_plain(p))
+        self._parameters = {p.untyped_storage()._cdata for p in parameters}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._trial.talks()
+        if func._schema.is_mutable:
+            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for leaf in tree_leaves(kwargs.get(argument.name, named.get(argument.name))):
+                        if _is_plain(leaf):
+                            if leaf.untyped_storage()._cdata in self._parameters:
+                                raise WritesParameterError
+                            self._trial.changed(leaf)
+        out = func(*args, **kwargs)
+        if func.overloadpacket in _WITH_WORKSPACE:
+            self._trial.workspaces.append(weakref.ref(out[-1].untyped_storage()))
+        if self._fill and func.overloadpacket in _UNINITIALISED and _is_plain(out):
+            out.fill_(float("nan") if out.is_floating_point() else 1)
+        return out
+
+
+_UNINITIALISED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+_WITH_WORKSPACE = {torch.ops.aten.mkldnn_rnn_layer}
+"""Operations whose last result is a workspace: LSTMs on a CPU (oneDNN)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call of a unit that is to be tried.
+
+    Attributes:
+        unit: The unit's name.
+        original: Its own forward.
+        args: Its positional arguments, any structure.
+        kwargs: Its keyword arguments, any structure.
+        state: What the unit is known to write; a trial that runs to its end adds what that has shown.
+        enter: Told of a trial before it runs, and of None after it: nested units report to it.
+    """
+
+    unit: str
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: WrittenState
+    enter: Callable[[Trial | None], None]
+
+    def run(self, trial: Trial, *, watch: bool = False, fill: bool = False, lean: LeanSaves | None = None) -> str:
+        """Run it beside the step.
+
+        Args:
+            trial: Learns what is written, and what is saved, without recipes.
+            watch: Whether operators are watched, for what they write; compiled code would be compiled again for it.
+            fill: Whether memory is filled that would be uninitialised, if operators are watched.
+            lean: Learns which recipes give the same bits.
+
+        Returns:
+            Why it could not; empty if it did. Its own forward will say the same, if it is a mistake of the unit's and
+            not of running it beside the step.
+
+        Raises:
+            WritesParameterError: It was about to write a parameter.
+        """
+        try:
+            self._run(trial, watch, fill, lean)
+        except (MimoseError, WritesParameterError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"its forward cannot run on copies of its inputs ({type(error).__name__}: {error})"
+        return ""
+
+    def _run(self, trial: Trial, watch: bool, fill: bool, lean: LeanSaves | None) -> None:
+        state, modules = self.state, self.state.modules()
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        own = [p for module in modules for p in module._parameters.values()]
+        devices = sorted({t.device.index for t in [*leaves, *own] if isinstance(t, torch.Tensor) and t.is_cuda})
+        copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        versions = [leaf._version for leaf in copies if _is_plain(leaf)]
+        args, kwargs = tree_unflatten(copies, spec)
+        everything = not state.known()  # then all there is gets copied, and what is there besides afterwards is new
+        before = state.before_forward()
+        done = False
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(running_again())
+            stack.enter_context(_without_forward_hooks(modules))
+            stack.enter_context(left_alone(modules))
+            if lean is not None:
+                lean.hold(state.buffers(), copies)
+                stack.callback(lean.close)
+                stack.enter_context(lean.constants())
+            stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, _never))
+            if watch:
+                stack.enter_context(_Watch(trial, modules, fill))
+            self.enter(trial)
+            try:
+                with trial.call(self.unit, copies):
+                    self.original(*args, **kwargs)
+                done = True
+            finally:
+                self.enter(None)
+                if done:
+                    put_back(state.after_forward(before))
+                else:
+                    put_back([*before, *(appeared(modules, before) if everything else ())])
+        if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
+            trial.reasons.setdefault(self.unit, CHANGES_INPUT)
+
+
+@contextmanager
+def _without_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hooks that collect what modules return (hidden states, router logits) must not collect it from a trial.
+
+    Pre-hooks stay: some of them make the weights.
+    """
+    hooked = [(module, module._forward_hooks) for module in modules if module._forward_hooks]
+    for module, _ in hooked:
+        module._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._forward_hooks = hooks
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise RuntimeError("A unit that is tried beside the step ran a backward pass through itself.")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Never a leaf: in-place operations on a leaf that requires gradients are forbidden.
+    return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided and not leaf.is_nested
