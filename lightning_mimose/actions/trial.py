@@ -28,6 +28,7 @@ from lightning_mimose.measure.mode import ThreadedMode
 
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
+NESTED = "it saves nested tensors of strided layout, of which torch.utils.checkpoint cannot read the shape"
 
 
 class _Packed(NamedTuple):
@@ -87,6 +88,8 @@ class Trial:
             storage = tensor.untyped_storage()
             content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(tensor)
             self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, content))
+        elif tensor.is_nested and tensor.layout is torch.strided:
+            self._all_running(NESTED)
 
     def changed(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is written: whoever was given it cannot be given it again."""
@@ -97,9 +100,12 @@ class Trial:
 
     def talks(self) -> None:
         """Note a collective: it is part of every call that is running."""
+        self._all_running(COLLECTIVE)
+
+    def _all_running(self, reason: str) -> None:
         for call in self.calls:
             if call.last < 0:
-                self.reasons.setdefault(call.unit, COLLECTIVE)
+                self.reasons.setdefault(call.unit, reason)
 
 
 class WritesParameterError(Exception):

@@ -58,7 +58,9 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a sparse one's indices and values; any other is its own."""
+    """The tensors that hold a sparse one's indices and values, or a jagged one's offsets; any other is its own."""
+    if tensor.layout == torch.jagged:
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 

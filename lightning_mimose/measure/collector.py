@@ -23,6 +23,7 @@ from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import Call, StepTrace
+from lightning_mimose.parts import storages_in
 
 
 class StepRecorder:
@@ -162,8 +163,7 @@ class StepRecorder:
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                if leaf.layout == torch.strided:
-                    storage = leaf.untyped_storage()
+                for storage in storages_in(leaf):
                     call.returned.append(self._storages.number(storage))
                     call.returned_bytes += storage.nbytes()
                     self._outputs.append((call, call.returned[-1], weakref.ref(storage)))

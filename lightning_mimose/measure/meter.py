@@ -21,11 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import profiler as _profiler
 from torch.autograd.profiler import profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
-from lightning_mimose.sharding import local
+from lightning_mimose.parts import storages_in
 
 _MARK = "lightning_mimose/"
 _session = threading.Lock()
@@ -286,17 +285,15 @@ class DispatchMeter(ThreadedMode):
         self._notice_emptied()
         if func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
             self._notice_filled(kwargs.get("out"))
-        inputs = {local(leaf).untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        inputs = {storage._cdata for storage in storages_in((args, kwargs))}
         scratch = scratch_bytes(func, args, kwargs)
         out = func(*args, **kwargs)
-        for leaf in tree_leaves(out):
-            if _is_plain(leaf):
-                storage = local(leaf).untyped_storage()
-                key = storage._cdata
-                if key not in inputs and key not in self._known:
-                    self._known[key] = storage.nbytes()
-                    self._level += storage.nbytes()
-                    weakref.finalize(storage, self._freed, key)
+        for storage in storages_in(out):
+            key = storage._cdata
+            if key not in inputs and key not in self._known:
+                self._known[key] = storage.nbytes()
+                self._level += storage.nbytes()
+                weakref.finalize(storage, self._freed, key)
         self._peak = max(self._peak, self._level + scratch)
         return out
 
@@ -304,20 +301,14 @@ class DispatchMeter(ThreadedMode):
         self._level -= self._known.pop(key, 0)
 
     def _notice_filled(self, tree: Any) -> None:
-        for leaf in tree_leaves(tree):
-            if _is_plain(leaf):
-                storage = leaf.untyped_storage()
-                key = storage._cdata
-                if key not in self._known:
-                    self._level += storage.nbytes()
-                    self._known[key] = storage.nbytes()
-                self._gathered[key] = storage
+        for storage in storages_in(tree):
+            key = storage._cdata
+            if key not in self._known:
+                self._level += storage.nbytes()
+                self._known[key] = storage.nbytes()
+            self._gathered[key] = storage
 
     def _notice_emptied(self) -> None:
         for key in [key for key, storage in self._gathered.items() if not storage.nbytes()]:
             del self._gathered[key]
             self._freed(key)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided

@@ -153,10 +153,8 @@ class Replays:
         # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             return
-        if self._stack and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            if not self._storages.is_resident(storage):
-                self._stack[-1].saved[self._storages.number(storage)] = storage.nbytes()
+        if self._stack:
+            self._stack[-1].saved.update(self._storages.bytes_in(tensor))
 
 
 class _Slot:

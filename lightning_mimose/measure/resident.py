@@ -20,7 +20,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
-from lightning_mimose.sharding import held_bytes, local
+from lightning_mimose.parts import plain_parts
+from lightning_mimose.sharding import held_bytes
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 _FEW = 8
@@ -38,22 +39,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        for part in _plain(tensor):
+        for part in plain_parts(tensor):
             storage = part.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
-
-
-def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold a tensor's data; a sparse tensor has several, of a sharded one a part is here."""
-    if type(tensor) is not torch.Tensor:
-        tensor = local(tensor)
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        detached = tensor.detach()
-        return detached._indices(), detached._values()
-    return ()
 
 
 def batch_bytes(batch: Any) -> int:
@@ -68,7 +57,7 @@ def batch_bytes(batch: Any) -> int:
         return batch.nbytes
     sizes: dict[int, int] = {}
     for tensor in batch_tensors(batch):
-        for part in _plain(tensor):
+        for part in plain_parts(tensor):
             storage = part.untyped_storage()
             taken = min(storage.nbytes(), part.numel() * part.element_size())
             sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), taken)

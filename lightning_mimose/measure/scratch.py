@@ -13,6 +13,8 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.utils._pytree import tree_leaves
 
+from lightning_mimose.parts import storages_in
+
 TRIES = 3
 """A kernel that needed no scratch in so many sizes is not asked again."""
 
@@ -50,6 +52,8 @@ def _repeatable(func: Any) -> bool:
 
 
 def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return leaf.size(0), leaf.numel(), leaf.dtype  # it has no shape in plain ints
     if isinstance(leaf, torch.Tensor):
         strides = leaf.stride() if leaf.layout == torch.strided else None
         return tuple(leaf.shape), strides, leaf.dtype
@@ -73,14 +77,7 @@ def _measure(func: Any, args: Any, kwargs: Any) -> int:
         torch._C._autograd._enable_profiler_legacy(config)
         with torch.no_grad():
             out = func(*given, **named)
-        kept = sum(
-            size
-            for size in {
-                leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
-                for leaf in tree_leaves(out)
-                if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-            }.values()
-        )
+        kept = sum({storage._cdata: storage.nbytes() for storage in storages_in(out)}.values())
         level = peak = 0
         for thread in torch._C._autograd._disable_profiler_legacy():
             for event in thread:

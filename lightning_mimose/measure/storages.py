@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.sharding import local
+from lightning_mimose.parts import plain_parts, storages_in
 
 
 class Storages:
@@ -27,7 +26,7 @@ class Storages:
     """
 
     def __init__(self, resident: Iterable[torch.Tensor]) -> None:
-        self._resident = {local(t).untyped_storage()._cdata for t in resident if t.layout == torch.strided}
+        self._resident = {part.untyped_storage()._cdata for tensor in resident for part in plain_parts(tensor)}
         self._numbers: Any = WeakIdKeyDictionary()
         self._last = 0
 
@@ -45,19 +44,13 @@ class Storages:
 
     def bytes_in(self, tree: Any) -> dict[int, int]:
         """Number -> bytes of the storages in a structure of tensors, those that are resident left out."""
-        found = [storage for storage in _storages(tree) if not self.is_resident(storage)]
+        found = [storage for storage in storages_in(tree) if not self.is_resident(storage)]
         return {self.number(storage): storage.nbytes() for storage in found}
 
     def in_order(self, tree: Any) -> list[int]:
         """The number of every tensor's storage in a structure."""
-        return [self.number(storage) for storage in _storages(tree)]
+        return [self.number(storage) for storage in storages_in(tree)]
 
     def clear(self) -> None:
         """Forget all of them: the step is over."""
         self._numbers.clear()
-
-
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            yield leaf.untyped_storage()

@@ -1,0 +1,46 @@
+"""What holds a tensor's data: the tensor itself, as a rule; several plain ones of a sparse or jagged one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lightning_mimose.sharding import local
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold a tensor's data on this rank.
+
+    Example:
+        >>> import torch
+        >>> [part.shape for part in plain_parts(torch.eye(3).to_sparse())]
+        [torch.Size([2, 3]), torch.Size([3])]
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor = local(tensor)
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.jagged:
+        return tuple(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+    if tensor.layout is torch.sparse_coo:
+        detached = tensor.detach()
+        return detached._indices(), detached._values()
+    return tuple(getattr(tensor.detach(), name)() for name in _COMPRESSED.get(tensor.layout, ()))
+
+
+def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
+    """The storage of every part of every tensor in a structure, in order."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            for part in plain_parts(leaf):
+                yield part.untyped_storage()
