@@ -57,10 +57,15 @@ class Basis:
             >>> Basis(("n",), ((0,), (1,), (2,)), (1, 1, 4), (10.0,)).features({"n": 5}).round(2).tolist()
             [1.0, 0.5, 0.64]
         """
-        values = np.array([dims[name] for name in self.dims], dtype=np.float64)
+        row: NDArray[np.float64] = self.design([dims])[0]
+        return row
+
+    def design(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
+        """The features of several sizes: shape (sizes, monomials)."""
+        values = np.array([[[size[name] for name in self.dims]] for size in sizes], dtype=np.float64)
         granules, scales, exponents = self._granules, self._scales, self._exponents  # type: ignore[attr-defined]
-        point = np.ceil(values / granules) * granules / scales
-        result: NDArray[np.float64] = np.prod(point**exponents, axis=1)
+        points = np.ceil(values / granules) * granules / scales
+        result: NDArray[np.float64] = np.prod(points**exponents, axis=2)
         return result
 
 

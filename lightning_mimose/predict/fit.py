@@ -62,13 +62,13 @@ def best_fit(
     candidates = bases(dims, sizes)
     best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
-        design = np.array([candidate.features(size) for size in sizes])
+        design = candidate.design(sizes)
         check = _left_out(design, values, truth, structure, resident_bytes)
         if check.error < best.error:
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
-    design = np.array([basis.features(size) for size in sizes])
+    design = basis.design(sizes)
     names = sizes[0].keys()
     return Fit(
         basis,
@@ -121,19 +121,21 @@ def _left_out(
     orthogonal = np.linalg.qr(design)[0]
     hat = orthogonal @ orthogonal.T
     residuals = values - orthogonal @ (orthogonal.T @ values)
-    checked, missing = [], []
-    for left_out in range(len(distinct)):
+    free = 1 - np.diagonal(hat)
+    alone = np.flatnonzero((np.bincount(group)[group] == 1) & (free > LEVERAGE))
+    checked, missing, groups = alone.tolist(), [residuals[alone] / free[alone, None]], len(alone)
+    for left_out in sorted(set(group) - set(group[alone])):
         held, rest = np.flatnonzero(group == left_out), group != left_out
-        if np.linalg.matrix_rank(design[rest]) < features:
+        between = np.eye(len(held)) - hat[np.ix_(held, held)]
+        if np.linalg.eigvalsh(between)[0] > LEVERAGE:
+            missing.append(np.linalg.solve(between, residuals[held]))
+        elif np.linalg.matrix_rank(design[rest]) == features:
+            missing.append(values[held] - design[held] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0])
+        else:
             continue
         checked.extend(held.tolist())
-        free = np.eye(len(held)) - hat[np.ix_(held, held)]
-        if np.linalg.eigvalsh(free)[0] > LEVERAGE:
-            missing.append(np.linalg.solve(free, residuals[held]))
-        else:
-            coefficients = np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
-            missing.append(values[held] - design[held] @ coefficients)
-    if len(missing) < 2:
+        groups += 1
+    if groups < 2:
         return _UNCHECKED
     predicted = values[checked] - np.concatenate(missing)
     missed = np.abs(structure.summary(predicted) - truth[checked])
