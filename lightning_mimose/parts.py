@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.sharding import local
 
+_JAGGED = ("_values", "_offsets", "_lengths")
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -19,7 +20,7 @@ _COMPRESSED = {
 
 
 def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold a tensor's data on this rank.
+    """The strided tensors that hold a tensor's data on this rank, if it is plain, sparse, jagged or a DTensor.
 
     Example:
         >>> import torch
@@ -31,11 +32,11 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.jagged:
-        return tuple(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        return tuple(part for name in _JAGGED if (part := getattr(tensor, name, None)) is not None)
+    tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        detached = tensor.detach()
-        return detached._indices(), detached._values()
-    return tuple(getattr(tensor.detach(), name)() for name in _COMPRESSED.get(tensor.layout, ()))
+        return tensor._indices(), tensor._values()
+    return tuple(getattr(tensor, name)() for name in _COMPRESSED.get(tensor.layout, ()))
 
 
 def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:

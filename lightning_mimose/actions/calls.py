@@ -26,6 +26,7 @@ from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.actions.setting import Setting
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.actions.stored import left_in
 from lightning_mimose.actions.trial import Candidate, Trial
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.units import Unit, is_compiled
@@ -307,5 +308,5 @@ class _Calls:
         finally:
             session.inside -= 1
             if region is not None:
-                region.close(out)
+                region.close(out, left_in(state.modules()))
         return out

@@ -36,10 +36,13 @@ def prove(call: Candidate, watch: bool = True) -> dict[str, str]:
     for trial in (first, second):
         try:
             failure = call.run(trial, watch=watch, fill=trial is second)
+            reasons = {call.unit: failure} if failure else {}
         except WritesParameterError:
-            return {running.unit: WRITES_PARAMETERS for running in trial.calls if running.last < 0}
-        if failure:
-            return {call.unit: failure}
+            reasons = {running.unit: WRITES_PARAMETERS for running in trial.calls if running.last < 0}
+        if reasons:
+            for state in first.learnt:  # of nested units, which were not compared: they are proven by themselves
+                state.forget()
+            return reasons
     reasons = first.reasons | second.reasons
     if len(first.calls) != len(second.calls):
         return {each.unit: DIFFERS for trial in (first, second) for each in trial.calls} | reasons

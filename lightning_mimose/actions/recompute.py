@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
+from lightning_mimose.actions.stored import left_in
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
 _TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
@@ -42,8 +43,8 @@ class RegionObserver(Protocol):
     def recompute_run(self) -> AbstractContextManager[None]:
         """Entered around every run in backward."""
 
-    def recomputed(self, out: Any) -> None:
-        """Shown what a run in backward returned."""
+    def recomputed(self, out: Any, left: Sequence[torch.Tensor]) -> None:
+        """Shown what a run in backward returned, and left as attributes, if it ran to its end."""
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -124,7 +125,7 @@ def recompute(
         with lent, kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
-                observer.recomputed(out)
+                observer.recomputed(out, left_in(state.modules()))
             return out
         return None
 

@@ -91,6 +91,11 @@ class WrittenState:
         """Whether a forward in the present mode was seen before."""
         return self._mode_now() in self._written
 
+    def forget(self) -> None:
+        """Let nothing be known of forwards in the present mode."""
+        for seen in (self._written, self._unwritten):
+            seen.pop(self._mode_now(), None)
+
     def _mode_now(self) -> tuple[bool, ...]:
         return tuple([module.training for ref in self._modules if (module := ref()) is not None])
 

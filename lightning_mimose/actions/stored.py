@@ -32,6 +32,11 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
 
 
+def left_in(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The activations that modules hold, in the order of their names."""
+    return [value for module in modules for value in vars(module).values() if is_activation(value)]
+
+
 def lost() -> torch.Tensor:
     """Stands for an activation that is gone, where a recomputation should never look at it.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
@@ -25,6 +25,7 @@ from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
+from lightning_mimose.parts import plain_parts, storages_in
 
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
@@ -58,24 +59,27 @@ class Trial:
         calls: The unit's own call, and those of nested units.
         reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
         workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
+        learnt: The states of nested units of which nothing was known before.
     """
 
     packed: list[_Packed] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    learnt: list[WrittenState] = field(default_factory=list)
 
     @contextmanager
     def call(self, unit: str, args: Any) -> Iterator[None]:
         """Around the call of a unit."""
-        storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(args) if _is_plain(t)]
-        call = Called(unit, storages, len(self.packed))
+        call = Called(unit, [weakref.ref(storage) for storage in storages_in(args)], len(self.packed))
         self.calls.append(call)
         yield
         call.last = len(self.packed)
 
     def nested(self, unit: str, state: WrittenState, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a nested unit's forward, and learn what it writes."""
+        if not state.known():
+            self.learnt.append(state)
         before = state.before_forward()
         with self.call(unit, (args, kwargs)):
             out = original(*args, **kwargs)
@@ -84,16 +88,16 @@ class Trial:
 
     def pack(self, tensor: torch.Tensor) -> None:
         """Note a saved tensor, and let go of it."""
-        if _is_plain(tensor):
-            storage = tensor.untyped_storage()
-            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(tensor)
-            self.packed.append(_Packed(tuple(tensor.shape), tensor.dtype, content))
-        elif tensor.is_nested and tensor.layout is torch.strided:
+        if tensor.is_nested and tensor.layout is torch.strided:
             self._all_running(NESTED)
+            return
+        for part in filter(_is_plain, plain_parts(tensor)):
+            storage = part.untyped_storage()
+            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(part)
+            self.packed.append(_Packed(tuple(part.shape), part.dtype, content))
 
-    def changed(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is written: whoever was given it cannot be given it again."""
-        written = tensor.untyped_storage()
+    def changed(self, written: torch.UntypedStorage) -> None:
+        """Note that a storage is written: whoever was given it cannot be given it again."""
         for call in self.calls:
             if any(ref() is written for ref in call.inputs):
                 self.reasons.setdefault(call.unit, CHANGES_INPUT)
@@ -129,11 +133,10 @@ class _Watch(ThreadedMode):
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for leaf in tree_leaves(kwargs.get(argument.name, named.get(argument.name))):
-                        if _is_plain(leaf):
-                            if leaf.untyped_storage()._cdata in self._parameters:
-                                raise WritesParameterError
-                            self._trial.changed(leaf)
+                    for storage in storages_in(kwargs.get(argument.name, named.get(argument.name))):
+                        if storage._cdata in self._parameters:
+                            raise WritesParameterError
+                        self._trial.changed(storage)
         out = func(*args, **kwargs)
         if func.overloadpacket in _WITH_WORKSPACE:
             self._trial.workspaces.append(weakref.ref(out[-1].untyped_storage()))

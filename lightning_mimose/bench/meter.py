@@ -61,6 +61,10 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a sparse one's indices and values, or a jagged one's offsets; any other is its own."""
     if tensor.layout == torch.jagged:
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
 
 

@@ -151,7 +151,7 @@ class StepRecorder:
         call.marks["in"] = self.mark(call.key, "in")
         return call
 
-    def leave(self, call: Call, out: Any) -> None:
+    def leave(self, call: Call, out: Any, left: Sequence[torch.Tensor] = ()) -> None:
         """End a call in forward, and mark the moment its backward begins."""
         call.marks["out"] = self.mark(call.key, "out")
         recorder = weakref.ref(self)
@@ -163,12 +163,18 @@ class StepRecorder:
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                for storage in storages_in(leaf):
-                    call.returned.append(self._storages.number(storage))
-                    call.returned_bytes += storage.nbytes()
-                    self._outputs.append((call, call.returned[-1], weakref.ref(storage)))
+                call.returned_bytes += self._returned(call, leaf)
                 if leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(begins)
+        self._returned(call, left)
+
+    def _returned(self, call: Call, tree: Any) -> int:
+        sizes = []
+        for storage in storages_in(tree):
+            call.returned.append(self._storages.number(storage))
+            self._outputs.append((call, call.returned[-1], weakref.ref(storage)))
+            sizes.append(storage.nbytes())
+        return sum(sizes)
 
     # --- a region ---------------------------------------------------------------------------------------------
 
@@ -206,10 +212,10 @@ class StepRecorder:
         if self.replays.running:
             call.outputs = self._storages.in_order(out)
 
-    def region_left(self, call: Call, out: Any) -> None:
+    def region_left(self, call: Call, out: Any, left: Sequence[torch.Tensor]) -> None:
         """A region's forward has returned."""
         self._stack.pop()
-        self.leave(call, out)
+        self.leave(call, out, left)
 
 
 class Region:
@@ -231,14 +237,14 @@ class Region:
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey)
 
-    def recomputed(self, out: Any) -> None:
-        """Remember which storages the recomputation returned."""
+    def recomputed(self, out: Any, left: Sequence[torch.Tensor]) -> None:
+        """Remember which storages the recomputation returned, and left as attributes."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.region_again(self._call, out)
+            recorder.region_again(self._call, (out, left))
 
-    def close(self, out: Any) -> None:
-        """The forward has returned."""
+    def close(self, out: Any, left: Sequence[torch.Tensor] = ()) -> None:
+        """The forward has returned, and left activations as attributes."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.region_left(self._call, out)
+            recorder.region_left(self._call, out, left)

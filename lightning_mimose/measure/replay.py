@@ -19,6 +19,7 @@ from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import Call, LeanItem
+from lightning_mimose.parts import plain_parts
 
 
 class Survey(Protocol):
@@ -153,8 +154,10 @@ class Replays:
         # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             return
-        if self._stack:
-            self._stack[-1].saved.update(self._storages.bytes_in(tensor))
+        for part in plain_parts(tensor) if self._stack else ():
+            storage = part.untyped_storage()
+            if not self._storages.is_resident(storage):
+                self._stack[-1].saved[self._storages.number(storage)] = storage.nbytes()
 
 
 class _Slot:

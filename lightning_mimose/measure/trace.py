@@ -20,9 +20,9 @@ class Call:
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.
-        outputs: Storage ids of what it returned while everything was kept, in order.
-        returned: Storage ids of what it returned in forward, in order.
-        returned_bytes: Bytes of these.
+        outputs: Storage ids of what it returned while everything was kept, and left as attributes, in order.
+        returned: Storage ids of what it returned in forward, and left as attributes, in order.
+        returned_bytes: Bytes of what it returned.
         held: Those of `returned` that somebody else holds when the backward pass begins.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
             interval in which the graph of a region went, with or without a backward.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose.actions.proof import DIFFERS, prove
+from lightning_mimose.actions.proof import DIFFERS, WRITES_PARAMETERS, prove
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.trial import CHANGES_INPUT, COLLECTIVE, Candidate, Trial
 from lightning_mimose.measure.meter import ProfilerMeter
@@ -152,3 +152,45 @@ def test_generators_are_put_back_even_if_unused_later(change: Callable[[], Any])
     before = generators()
     assert tried(module, x) == {}
     assert generators() == before
+
+
+def test_values_of_jagged_tensors_are_compared() -> None:
+    """Of the same shapes, and no error of torch's."""
+
+    class Jagged(nn.Module):
+        def __init__(self, *, differs: bool) -> None:
+            super().__init__()
+            self.linear, self.outside = nn.Linear(WIDTH, WIDTH), blocks.Outside() if differs else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.outside is not None:
+                self.outside.calls += 1
+                x = x * self.outside.calls
+            out: torch.Tensor = self.linear(x).tanh()
+            return out
+
+    x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=torch.jagged)
+    assert tried(Jagged(differs=False), x) == {}
+    assert tried(Jagged(differs=True), x) == {"unit": DIFFERS}
+
+
+def test_parts_of_a_unit_that_could_not_be_run_are_still_to_be_proven() -> None:
+    """They take its place, and nobody has compared what they save."""
+    part, trials = blocks.RandomLeaky(), list[Any]()
+    inside = WrittenState(part)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = trials[-1].nested("part", inside, part.forward, (x,), {})
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return out * self.weight
+
+    around, x = Around(), torch.randn(8, WIDTH, requires_grad=True)
+    reasons = prove(Candidate("unit", around.forward, (x,), {}, WrittenState(around), trials.append))
+    assert reasons == {"unit": WRITES_PARAMETERS}
+    assert not inside.known()

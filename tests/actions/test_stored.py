@@ -207,6 +207,8 @@ def test_features_hold_no_recomputed_graph(keeps: bool) -> None:
             with PeakMeter(model, optimizer, batch) as meter:
                 mimose.step(batch)
             assert meter.peak_bytes <= budget
+            predicted = mimose.records[-1].predicted_peak_bytes
+            assert predicted is None or predicted == pytest.approx(meter.peak_bytes, rel=0.01)
         assert not mimose.records[-1].sheltered
         assert mimose.records[-1].actions
 

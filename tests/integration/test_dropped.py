@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_mimose import Mimose
-from tests.helpers.loops import plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, text_batch
 
@@ -51,7 +50,9 @@ def trained(held: bool, budget: int | None, times: int = 1) -> tuple[list[torch.
             if mimose is not None:
                 mimose.step(batch)
             else:
-                plain_step(model, optimizer, batch, task)
+                optimizer.zero_grad()
+                task(model, batch).backward()
+                optimizer.step()
         peaks.append(meter.peak_bytes)
         resident.append(meter.resident_bytes)
     records = list(mimose.records) if mimose is not None else None

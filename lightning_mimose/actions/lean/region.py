@@ -95,7 +95,7 @@ class LeanRegion:
             saves.close()
             self._told(saves)
 
-    def recomputed(self, out: Any) -> None:
+    def recomputed(self, out: Any, left: Any) -> None:
         """Nothing to see."""
 
 
