@@ -134,7 +134,7 @@ class Forecast:
             prediction.structure,
             prediction.values,
             resident,
-            seconds_per_flop=self.estimator.seconds_per_flop(),
+            seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
             inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),

@@ -20,9 +20,8 @@ HOOK_SECONDS = 5e-4
 LOOK_SECONDS = 5e-5
 """What it costs lean saves to look at one of the tensors that a call saves, and to hand out what was rebuilt. Measured
 where hardly anything else takes time, in layers of BERT, Llama and ViT on a slow host."""
-REGION_FLOPS = 1e4
-"""What a recomputed region costs besides its operations, in operations that take as long."""
-
+REGION_SECONDS = 1e-4
+"""What a recomputed region costs besides its operations: the checkpoint, and hooks on what it saves."""
 
 RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
 """The grade of lean saves inside a recomputed unit, and the action's name."""
@@ -63,7 +62,7 @@ def assemble(
     values: NDArray[np.float64],
     resident: Resident,
     *,
-    seconds_per_flop: float,
+    seconds_per_operation: float,
     minimum_share: float,
     left_out: frozenset[str] = frozenset(),
     inputs_die: bool = False,
@@ -75,7 +74,7 @@ def assemble(
         structure: Its shape.
         values: Shape (columns,); the fitted columns for this step's size.
         resident: What is alive besides activations.
-        seconds_per_flop: Rate at which this device recomputes.
+        seconds_per_operation: Rate at which this device recomputes.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
         inputs_die: Whether an input that nothing holds dies in forward as soon as the last call given it
@@ -84,7 +83,7 @@ def assemble(
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
-    assembly = _Assembly(structure, values, resident, seconds_per_flop, minimum_share, left_out, kinds)
+    assembly = _Assembly(structure, values, resident, seconds_per_operation, minimum_share, left_out, kinds)
     assembly.add_recompute()
     assembly.add_lean()
     assembly.add_recompute_lean(*RECOMPUTE_LEAN)
@@ -112,7 +111,7 @@ class _Assembly(Rows):
             for i in calls:
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
-            self._add(structure.layout.index[unit], "recompute", self._recomputing(unit))
+            self._add(structure.layout.index[unit], "recompute", *self._recomputing(unit))
         self._spare_in_forward(row_of, self.value[columns["lean"]])
 
     def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
@@ -132,15 +131,13 @@ class _Assembly(Rows):
         spared = np.maximum(self.base[position] - limit[call], 0)
         np.add.at(self.relief, (row_of[call], position), spared)
 
-    def _recomputing(self, unit: str) -> float:
-        """What recomputing a unit costs, in operations.
+    def _recomputing(self, unit: str) -> tuple[float, float]:
+        """What recomputing a unit costs: operations, and seconds besides.
 
-        Operations decide. Element-wise work is about the same per byte that is freed, whichever units free it, so
-        it hardly changes the choice; counted lightly, with a region's fixed cost, it breaks ties towards few large
-        regions. Measured times of single units would decide differently from run to run: they vary by a tenth.
+        Counted, at a rate that is measured over the whole model: measured times of single units would decide
+        differently from run to run, for they vary by a tenth.
         """
-        flops: float = self.unit_flops[self.structure.layout.index[unit]]
-        return float(flops + 0.25 * self.freed[unit] + REGION_FLOPS * len(self.calls_of[unit]))
+        return self.operations[self.structure.layout.index[unit]], REGION_SECONDS * len(self.calls_of[unit])
 
     def add_lean(self) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
@@ -161,7 +158,7 @@ class _Assembly(Rows):
             if action in BORROWING:
                 self.borrows += [(len(self.options), call_of[i]) for i in shapes]
             index = layout.index[unit]
-            rebuilding = self.operations[index] * (work[shapes[0]] if one else sum(work[i] for i in shapes))
+            rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
             looking = LOOK_SECONDS * sum(structure.lean[i].items for i in shapes)
             self._add(index, action, rebuilding, looking)
             chosen.append(shapes)
@@ -208,14 +205,14 @@ class _Assembly(Rows):
                 continue
             row = len(self.options)
             self.relief[row, :count] = self.relief[plain[index], :count]
-            rebuilding = looking = 0.0
+            operations, seconds = self._recomputing(unit)
             for i in members:
                 mine = of_call[i]
                 row_of[mine] = row
-                rebuilding += self.operations[index] * work[mine]
-                looking += LOOK_SECONDS * structure.lean[mine].items
+                operations += work[mine]
+                seconds += LOOK_SECONDS * structure.lean[mine].items
                 self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
-            self._add(index, action, self._recomputing(unit) + rebuilding, looking)
+            self._add(index, action, operations, seconds)
         here = ~forward & (row_of[shape] >= 0)
         spared = np.maximum(self.level[position[here]] - alive[here], 0)
         np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)
@@ -254,7 +251,7 @@ class _Assembly(Rows):
         return min(after, key=lambda c: c.in_time, default=enclosing)
 
     def _seconds_of(self, call: CallShape) -> float:
-        return float(self.values[call.flops]) * self.seconds_per_flop
+        return float(self.values[call.flops] + self.values[call.besides]) * self.seconds_per_operation
 
     def add_split(self, chunks: int, smaller: NDArray[np.float64]) -> None:
         """Splitting: recomputation, of a part of the batch at a time.
@@ -288,8 +285,8 @@ class _Assembly(Rows):
                 )
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
-            seconds = chunks * HOOK_SECONDS * len(members)
-            self._add(index, f"split{chunks}", self._recomputing(unit), seconds)
+            operations, seconds = self._recomputing(unit)
+            self._add(index, f"split{chunks}", operations, seconds + chunks * HOOK_SECONDS * len(members))
         self._spare_in_forward(row_of, peak)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:

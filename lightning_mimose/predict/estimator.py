@@ -230,16 +230,16 @@ class Estimator:
         """Whether the latest path of such a batch makes every call that any of its paths was seen to make."""
         return all(other.calls_made <= latest.calls_made for other in self._paths(_names(key)))
 
-    def seconds_per_flop(self) -> float:
+    def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all that was measured; a guess before."""
         if self._rate is None:
-            seconds = flops = 0.0
+            seconds = operations = 0.0
             for structure, known in self._observed.items():
                 regions = [call for call in structure.calls if call.region]
                 for values in known.values():
                     seconds += float(values[[call.seconds for call in regions]].sum())
-                    flops += float(values[[call.flops for call in regions]].sum())
-            self._rate = seconds / flops if flops and seconds else 1e-11
+                    operations += float(values[[c for call in regions for c in (call.flops, call.besides)]].sum())
+            self._rate = seconds / operations if operations and seconds else 1e-11
         return self._rate
 
     def state_dict(self) -> dict[str, Any]:

@@ -115,9 +115,10 @@ def _left_out(
     distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
     group = group.reshape(-1)
     few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
+    if len(distinct) < features + 2 and not few:
+        return _UNCHECKED
     # Of both: rounding can make a design look determined that is not.
-    rank = min(map(np.linalg.matrix_rank, (distinct, design)))
-    if (len(distinct) < features + 2 and not few) or rank < features:
+    if any(np.linalg.matrix_rank(points) < features for points in (distinct, design)):
         return _UNCHECKED
     # What a fit without some rows misses them by follows from the fit with them (its hat matrix), so one is enough.
     orthogonal = np.linalg.qr(design)[0]

@@ -18,7 +18,7 @@ class Rows:
         structure: Its shape.
         values: Shape (columns,); the fitted columns for its size.
         resident: What is alive besides activations.
-        seconds_per_flop: Rate at which this device recomputes.
+        seconds_per_operation: Rate at which this device recomputes.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
         kinds: Options that a unit may have at most.
@@ -29,13 +29,13 @@ class Rows:
         structure: Structure,
         values: NDArray[np.float64],
         resident: Resident,
-        seconds_per_flop: float,
+        seconds_per_operation: float,
         minimum_share: float,
         left_out: frozenset[str],
         kinds: int,
     ) -> None:
         self.structure, self.resident = structure, resident
-        self.seconds_per_flop, self.left_out = seconds_per_flop, left_out
+        self.seconds_per_operation, self.left_out = seconds_per_operation, left_out
         column, entry, backward, made = structure.arrays
         self.value = np.rint(values).astype(np.int64)
         self.values = values
@@ -74,8 +74,8 @@ class Rows:
         self.borrows: list[tuple[int, int]] = []
         """(option, call) that keeps the call's arguments alive besides those that run again."""
 
-    def _add(self, unit: int, action: str, flops: float, seconds: float = 0.0) -> None:
-        self.options.append(Option(unit, action, flops * self.seconds_per_flop + seconds))
+    def _add(self, unit: int, action: str, operations: float, seconds: float = 0.0) -> None:
+        self.options.append(Option(unit, action, operations * self.seconds_per_operation + seconds))
 
     def _row(self) -> NDArray[np.int64]:
         """The row of the option that is added next, without the positions of recomputations; zeros."""
@@ -110,10 +110,8 @@ class Rows:
         self.cached: list[int] = np.minimum(cached, saved).tolist()
         self.working: list[int] = self.value[layout.columns["working"]].tolist()
         flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
-        whole = flops + np.bincount(unit_of, values[layout.columns["besides"]], count)
-        self.unit_flops: list[float] = flops.tolist()
-        # What recipes cost is told in the operations of `_recomputing`: those stand for element-wise work too.
-        self.operations: list[float] = np.where(flops > 0, flops / np.where(whole > 0, whole, 1.0), 1.0).tolist()
+        besides = np.bincount(unit_of, values[layout.columns["besides"]], count)
+        self.operations: list[float] = (flops + besides).tolist()
         # Bytes between forward and backward that only a unit keeps, where it can and need be planned.
         freed = np.rint(np.bincount(unit_of, saved, count)).astype(np.int64)
         self.freed = {

@@ -342,13 +342,14 @@ def test_what_was_learnt_survives_json() -> None:
 
 def test_the_rate_of_recomputation_is_the_measured_one() -> None:
     """Seconds per operation over all regions measured; a guess, but positive, before."""
-    assert Estimator().seconds_per_flop() > 0
+    assert Estimator().seconds_per_operation() > 0
     estimator = Estimator()
     values = real().values.copy()
     for call in structure().calls:
-        values[call.seconds], values[call.flops] = (2.0, 1e9) if call.region else (100.0, 1.0)
+        at = [call.seconds, call.flops, call.besides]
+        values[at] = (2.0, 4e8, 6e8) if call.region else (100.0, 1.0, 1.0)
     estimator.add(text(8)[0], structure(), values)
-    assert estimator.seconds_per_flop() == pytest.approx(2e-9)
+    assert estimator.seconds_per_operation() == pytest.approx(2e-9)
 
 
 def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
