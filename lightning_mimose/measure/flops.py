@@ -11,12 +11,14 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_mimose.measure.mode import ThreadedMode
 
-ELEMENT_OPERATIONS, DRAW_OPERATIONS = 100, 1200
-"""Operations of a matrix product that take as long as one element of anything else: bandwidth decides for most, and on
-a CPU one thread draws all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
+LIGHT_OPERATIONS, ELEMENT_OPERATIONS, DRAW_OPERATIONS = 30, 100, 1200
+"""Operations of a matrix product that take as long as one element of a sum or a product, of anything else, and of what
+draws: a chain of the first finds its memory in caches, bandwidth decides for most others, and on a CPU one thread draws
+all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
 
 
 _aten = torch.ops.aten
+_LIGHT = {_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.neg, _aten.relu}
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
@@ -64,5 +66,6 @@ class FlopTally(ThreadedMode):
             made = out[0] if isinstance(out, tuple) and out else out  # of a norm, beside its statistics
             if isinstance(made, torch.Tensor):
                 draws = made.device.type == "cpu" and torch.Tag.nondeterministic_seeded in func.tags
-                self.besides += made.numel() * (DRAW_OPERATIONS if draws else ELEMENT_OPERATIONS)
+                each = LIGHT_OPERATIONS if func._overloadpacket in _LIGHT else ELEMENT_OPERATIONS
+                self.besides += made.numel() * (DRAW_OPERATIONS if draws else each)
         return out
