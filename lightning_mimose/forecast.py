@@ -43,7 +43,7 @@ KNOWN_VIEWS = 8
 """Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 
 class Forecast:

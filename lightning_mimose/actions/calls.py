@@ -26,7 +26,7 @@ from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.actions.setting import Setting
 from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.actions.stored import left_in
+from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trial import Candidate, Trial
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.units import Unit, is_compiled
@@ -291,6 +291,7 @@ class _Calls:
             observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._learn_from)
         self._note_given(leaves)
         out: Any = None
+        left: dict[Place, torch.Tensor] = {}
         ran = False
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -303,10 +304,11 @@ class _Calls:
         session.inside += 1
         try:
             out = recompute(tracked, args, kwargs, state, observer, flat, setting)
+            left = left_in(state.modules()) if region is not None else {}
             if state.wrote_late:
                 session.learning_steps = 2  # the present attempt has begun without knowing
         finally:
             session.inside -= 1
             if region is not None:
-                region.close(out, left_in(state.modules()))
+                region.close(out, left)
         return out

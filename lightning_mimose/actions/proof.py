@@ -40,7 +40,8 @@ def prove(call: Candidate, watch: bool = True) -> dict[str, str]:
         except WritesParameterError:
             reasons = {running.unit: WRITES_PARAMETERS for running in trial.calls if running.last < 0}
         if reasons:
-            for state in first.learnt:  # of nested units, which were not compared: they are proven by themselves
+            # Nested units were not compared: they are proven by themselves.
+            for state in first.learnt + second.learnt:
                 state.forget()
             return reasons
     reasons = first.reasons | second.reasons

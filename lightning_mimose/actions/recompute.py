@@ -9,7 +9,7 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
-from lightning_mimose.actions.stored import left_in
+from lightning_mimose.actions.stored import Place, left_in
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
 _TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
@@ -43,7 +43,7 @@ class RegionObserver(Protocol):
     def recompute_run(self) -> AbstractContextManager[None]:
         """Entered around every run in backward."""
 
-    def recomputed(self, out: Any, left: Sequence[torch.Tensor]) -> None:
+    def recomputed(self, out: Any, left: Mapping[Place, torch.Tensor]) -> None:
         """Shown what a run in backward returned, and left as attributes, if it ran to its end."""
 
 

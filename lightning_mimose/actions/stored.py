@@ -32,9 +32,14 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
 
 
-def left_in(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The activations that modules hold, in the order of their names."""
-    return [value for module in modules for value in vars(module).values() if is_activation(value)]
+def left_in(modules: Sequence[nn.Module]) -> dict[Place, torch.Tensor]:
+    """The activations that modules hold, by where they are."""
+    return {
+        (id(module), name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if is_activation(value) and type(value) is not _Lost
+    }
 
 
 def lost() -> torch.Tensor:

@@ -9,7 +9,7 @@ checkpoint's own sees which storages each nested unit saves (see `replay`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,10 @@ from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.parts import storages_in
+
+Left = Mapping[tuple[int, str], torch.Tensor]
+"""Activations that a call has left as attributes, by identity of the module and name."""
+NOTHING_LEFT: Left = {}
 
 
 class StepRecorder:
@@ -151,7 +155,7 @@ class StepRecorder:
         call.marks["in"] = self.mark(call.key, "in")
         return call
 
-    def leave(self, call: Call, out: Any, left: Sequence[torch.Tensor] = ()) -> None:
+    def leave(self, call: Call, out: Any, left: Left = NOTHING_LEFT) -> None:
         """End a call in forward, and mark the moment its backward begins."""
         call.marks["out"] = self.mark(call.key, "out")
         recorder = weakref.ref(self)
@@ -163,18 +167,18 @@ class StepRecorder:
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                call.returned_bytes += self._returned(call, leaf)
+                for storage in storages_in(leaf):
+                    call.returned.append(self._number_until_backward(call, storage))
+                    call.returned_bytes += storage.nbytes()
                 if leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(begins)
-        self._returned(call, left)
+        for place, tensor in left.items():
+            call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensor)]
 
-    def _returned(self, call: Call, tree: Any) -> int:
-        sizes = []
-        for storage in storages_in(tree):
-            call.returned.append(self._storages.number(storage))
-            self._outputs.append((call, call.returned[-1], weakref.ref(storage)))
-            sizes.append(storage.nbytes())
-        return sum(sizes)
+    def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
+        number = self._storages.number(storage)
+        self._outputs.append((call, number, weakref.ref(storage)))
+        return number
 
     # --- a region ---------------------------------------------------------------------------------------------
 
@@ -207,12 +211,14 @@ class StepRecorder:
         with survey.forward_run() if survey is not None else nullcontext(), self._casts.watched(self._stack):
             yield
 
-    def region_again(self, call: Call, out: Any) -> None:
+    def region_again(self, call: Call, out: Any, left: Left) -> None:
         """A region's recomputation has returned: remember which storages."""
         if self.replays.running:
             call.outputs = self._storages.in_order(out)
+            for place in call.left.keys() & left.keys():
+                call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)
 
-    def region_left(self, call: Call, out: Any, left: Sequence[torch.Tensor]) -> None:
+    def region_left(self, call: Call, out: Any, left: Left) -> None:
         """A region's forward has returned."""
         self._stack.pop()
         self.leave(call, out, left)
@@ -237,13 +243,13 @@ class Region:
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey)
 
-    def recomputed(self, out: Any, left: Sequence[torch.Tensor]) -> None:
+    def recomputed(self, out: Any, left: Left) -> None:
         """Remember which storages the recomputation returned, and left as attributes."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.region_again(self._call, (out, left))
+            recorder.region_again(self._call, out, left)
 
-    def close(self, out: Any, left: Sequence[torch.Tensor] = ()) -> None:
+    def close(self, out: Any, left: Left = NOTHING_LEFT) -> None:
         """The forward has returned, and left activations as attributes."""
         recorder = self._recorder()
         if recorder is not None:

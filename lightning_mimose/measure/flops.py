@@ -19,6 +19,7 @@ all random numbers. Measured on two CPU cores, as the costs in `actions.lean.rec
 
 _aten = torch.ops.aten
 _LIGHT = {_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.neg, _aten.relu}
+_LIGHT |= {_aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.neg_, _aten.relu_}
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 

@@ -230,7 +230,7 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[d
                 held |= other.saved.keys()
                 if not call.within(other):
                     held |= other.inputs.keys()
-        held.update(kept for given, kept in zip(region.returned, region.outputs, strict=False) if given in region.held)
+        held.update(kept for given, kept in region.pairs if given in region.held)
         mine: dict[int, int] = {}
         for c in inside:
             mine.update(c.saved)
@@ -269,7 +269,7 @@ def _loose(
         held |= call.saved.keys()
     for call in trace.calls:
         # An operation that saves its own result holds what the call returned.
-        held |= {given for given, kept in zip(call.returned, call.outputs, strict=False) if kept in held}
+        held |= {given for given, kept in call.pairs if kept in held}
     index = {number: i for i, number in enumerate(order)}
     sizes: dict[int, int] = {}
     holders: dict[int, list[Call]] = {}

@@ -20,10 +20,12 @@ class Call:
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.
-        outputs: Storage ids of what it returned while everything was kept, and left as attributes, in order.
-        returned: Storage ids of what it returned in forward, and left as attributes, in order.
-        returned_bytes: Bytes of what it returned.
-        held: Those of `returned` that somebody else holds when the backward pass begins.
+        outputs: Storage ids of what it returned while everything was kept, in order.
+        returned: Storage ids of what it returned in forward, in order.
+        returned_bytes: Bytes of these.
+        left: Storage ids of activations that it left as attributes in forward, by identity of the module and name.
+        twins: The same, each with what its recomputation left there.
+        held: Those of `returned` and `left` that somebody else holds when the backward pass begins.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
             interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
@@ -43,6 +45,8 @@ class Call:
     outputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     returned_bytes: int = 0
+    left: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    twins: list[tuple[int, int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     marks: dict[str, int] = field(default_factory=dict)
     flops: int = 0
@@ -54,6 +58,11 @@ class Call:
     def key(self) -> str:
         """Identifies the call across steps."""
         return self.unit if self.occurrence == 0 else f"{self.unit}#{self.occurrence}"
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Storage ids of what it returned or left in forward, each with its twin while everything was kept."""
+        return [*zip(self.returned, self.outputs, strict=False), *self.twins]
 
     def within(self, other: Call) -> bool:
         """Whether this call is `other` or nested in it."""

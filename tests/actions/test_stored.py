@@ -190,10 +190,19 @@ def _squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return value
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_features_hold_no_recomputed_graph(keeps: bool) -> None:
-    """After a recomputation the attribute is the forward's again: the other one would keep all of it alive."""
+def _keep_result(module: Any, args: Any, out: torch.Tensor) -> None:
+    module.activation = out
+
+
+@pytest.mark.parametrize(("keeps", "hooked"), [(False, False), (True, False), (False, True)])
+def test_features_hold_no_recomputed_graph(keeps: bool, hooked: bool) -> None:
+    """After a recomputation the attribute is the forward's again: the other one would keep all of it alive.
+
+    What a hook of the unit's own leaves there, outside of its forward, its recomputation finds gone and leaves alone.
+    """
     model = nn.Sequential(*[Featured(keeps=keeps) for _ in range(8)])
+    for block in model if hooked else ():
+        block.register_forward_hook(_keep_result)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.randn(8, rows, 32) for rows in 4 * (40, 60, 50, 80, 70, 64, 90, 100, 96, 100)]
     peaks = []
