@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+
 import numpy as np
 import torch
 
 from lightning_mimose.actions.lean.handles import Rebuilt
 
 PIECE = 1 << 20
-"""Elements of a mask that are packed at once."""
-UNPACKED = 1 << 16
-"""Bytes of bits that the CPU unpacks at once: NumPy makes an integer of 64 bits of each."""
+"""Elements of a mask that are packed or unpacked at once: all of them would be more memory, for a moment."""
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 """Of every byte."""
+
+
+@lru_cache(maxsize=16)
+def _numbers(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The eight elements that every byte stands for; on a CPU in memory of NumPy's, so that no step has to count it."""
+    table = torch.from_numpy(_BITS).to(dtype)
+    if dtype != torch.bool:
+        table.mul_(number)
+    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype).to(device)
+
+
+def _pieces(elements: torch.Tensor, size: int, bits: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if len(elements) <= size:  # to split takes as long as to pack a small one
+        return ((elements, bits),)
+    return zip(elements.split(size), bits.split(PIECE // 8), strict=True)
 
 
 class Mask(Rebuilt):
@@ -31,16 +47,13 @@ class Mask(Rebuilt):
     def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
         self.held_bytes = -(-tensor.numel() // 8)
-        # The table, and the bits as indices.
-        indices = 8 * min(self.held_bytes, UNPACKED) if tensor.device.type == "cpu" else 4 * self.held_bytes
-        self.temporary_bytes = indices + 2048 * (tensor.element_size() + 1)
+        self.temporary_bytes = 4 * min(self.held_bytes, PIECE // 8)  # the bytes as indices
         if not packs:
             return
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         self._bits = torch.empty(self.held_bytes, dtype=torch.uint8, device=tensor.device)
-        # In pieces: all at once would be more memory, for a moment, than the mask itself.
-        for piece, bits in zip(flat.split(PIECE), self._bits.split(PIECE // 8), strict=True):
+        for piece, bits in _pieces(flat, PIECE, self._bits):
             flags = piece.bool()  # several times faster than a comparison with 0, and the same
             if flags.device.type == "cpu":
                 bits.numpy()[:] = np.packbits(flags.numpy(), bitorder="little")
@@ -53,21 +66,9 @@ class Mask(Rebuilt):
         self._dtype = tensor.dtype
 
     def _made(self) -> torch.Tensor:
-        # The numbers of every byte, made each time: kept, they would be memory that no step accounts for.
         device = self._bits.device
-        if device.type == "cpu":
-            table = torch.from_numpy(_BITS).to(self._dtype, copy=True)
-        else:
-            bytes_, places = (torch.arange(n, device=device, dtype=torch.uint8) for n in (256, 8))
-            table = (bytes_[:, None] >> places).bitwise_and_(1).to(self._dtype)
-        if self._dtype != torch.bool:
-            table.mul_(self._number)
-        if device.type == "cpu":  # faster than `index_select`, and with no indices as large as a part of the mask
-            made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=device)
-            rows, bits, out = (each.view(torch.uint8).numpy() for each in (table, self._bits, made))
-            for start in range(0, len(bits), UNPACKED):
-                piece = slice(start, start + UNPACKED)
-                rows.take(bits[piece], axis=0, out=out[piece], mode="clip")
-        else:
-            made = table.index_select(0, self._bits.int())
+        table = _numbers(self._number, self._dtype, device)
+        made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=device)
+        for out, bits in _pieces(made, PIECE // 8, self._bits):
+            torch.index_select(table, 0, bits.int(), out=out)
         return made.as_strided(self.shape, self._stride)

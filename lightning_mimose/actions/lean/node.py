@@ -24,27 +24,14 @@ class Node:
         depth: Operations between it and the one whose result is wanted.
     """
 
-    __slots__ = ("_depth", "_saves", "raw")
+    __slots__ = ("_depth", "_saves", "device", "dtype", "raw", "shape")
 
     def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
         self._saves, self.raw, self._depth = saves, raw, depth
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `table.Node`."""
-        return tuple(self.raw._input_metadata[0].shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `table.Node`."""
-        dtype: torch.dtype = self.raw._input_metadata[0].dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """See `table.Node`."""
-        device: torch.device = self.raw._input_metadata[0].device
-        return device
+        result = raw._input_metadata[0]
+        self.shape: tuple[int, ...] = tuple(result.shape)
+        self.dtype: torch.dtype = result.dtype
+        self.device: torch.device = result.device
 
     def saved(self, name: str) -> Handle | None:
         """See `table.Node`."""
@@ -81,6 +68,8 @@ class Node:
         number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if not isinstance(number, torch.Tensor) or number.dim():
             raise MissingError
+        if not torch._C._len_torch_dispatch_stack():
+            return Number(number.item())
         with _disable_current_modes():  # which would be given a float where they expect a tensor
             return Number(number.item())
 
@@ -91,13 +80,15 @@ class Node:
     def mask(self) -> Handle | None:
         """See `table.Node`."""
         masked = self._saves.notes.masked
+        if masked is None or self.raw._sequence_nr() < masked.start:
+            return None
         edges = self.raw.next_functions
-        if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
+        if len(edges) < 2 or edges[1][0] is not None:
             return None
         given = None if masked.mask is None else self._saves.given(masked.mask)
         if given is None and masked.mask is not None:
             return None
-        return added_mask(masked, self.raw._input_metadata[0], given)
+        return added_mask(masked, self, given)
 
     def constant(self, name: str) -> Any:
         """See `table.Node`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -144,7 +145,9 @@ class LeanSaves:
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
         self._count += 1
-        base = base_of(tensor)
+        base = tensor._base
+        if base is None:
+            base = tensor
         node, output = base.grad_fn, base.output_nr
         handle = self._handle(tensor, base, node, output)
         handle.owner = self.owner
@@ -163,7 +166,7 @@ class LeanSaves:
     def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
-        if not is_plain(tensor) or not (base is tensor or is_plain(base)):
+        if not is_plain(base) or not (base is tensor or is_plain(tensor)):
             return Kept(tensor)
         storage = base.untyped_storage()
         if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
@@ -223,9 +226,7 @@ class LeanSaves:
         dropout = self.notes.dropout
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
-        # As torch makes it, in the tensor's own precision: drawn, then divided.
-        number = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - dropout)
-        return Mask(tensor, number.item(), MASKS, packs=self._applies)
+        return Mask(tensor, _kept_number(dropout, tensor.dtype, tensor.device), MASKS, packs=self._applies)
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
         """A tensor without gradients, if it is an argument; one that would only live for a recipe is no gain.
@@ -268,7 +269,7 @@ class LeanSaves:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `Node.saved`
             return None
-        if entry.needs_first and self._leads_nowhere(node):
+        if entry.needs and self._leads_nowhere(node, entry.needs):
             return None
         view = Node(self, node, depth)
         try:
@@ -302,25 +303,40 @@ class LeanSaves:
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
-    def _leads_nowhere(self, node: Any) -> bool:
-        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
-        while True:
-            key = node, _ = node.next_functions[0]
-            if node is None or key in self._values:
-                return self._values.get(key) is None
-            name: str = node.name()
+    def _leads_nowhere(self, node: Any, needs: int) -> bool:
+        """Whether an input that an operation needs is without a recipe, looked at before any is made."""
+        for key in node.next_functions[:needs]:
+            before, _ = key
+            if before is None:
+                if needs == 1:
+                    return True
+                continue
+            if key in self._values:
+                if self._values[key] is None:
+                    return True
+                continue
+            name: str = before.name()
             entry = TABLE.get(name)
             if entry is None:
-                return name != _LEAF
-            if node._sequence_nr() < self._start:  # somebody else's
+                if name != _LEAF:
+                    return True
+            elif before._sequence_nr() < self._start:  # somebody else's
                 return True
-            if entry.grade > self._grade:
-                return not self.in_scores
-            if not entry.needs_first:
-                return False
+            elif entry.grade > self._grade:
+                if not self.in_scores:
+                    return True
+            elif entry.needs == 1 and self._leads_nowhere(before, 1):  # not of several, whose inputs may be the same
+                return True
+        return False
 
 
 _LEAF = "torch::autograd::AccumulateGrad"
+
+
+@lru_cache(maxsize=64)
+def _kept_number(dropout: float, dtype: torch.dtype, device: torch.device) -> float:
+    """What a dropout's mask has where it is not 0, as torch makes it in the tensor's own precision: drawn, divided."""
+    return torch.ones((), dtype=dtype, device=device).div_(1 - dropout).item()
 
 
 def _rebuilds(handle: Handle, tensor: torch.Tensor) -> bool:

@@ -104,25 +104,26 @@ class Entry(NamedTuple):
     Attributes:
         grade: The least grade of lean saves that has it.
         make: Makes the recipe.
-        needs_first: Whether nothing can be made without the value of the first input.
+        needs: Of how many inputs, the first ones, nothing can be made without the value. With more than one, those
+            that are no operation's (numbers) do not count.
     """
 
     grade: int
     make: Callable[[Node], Made | None]
-    needs_first: bool = False
+    needs: int = 0
 
 
 TABLE: dict[str, Entry] = {}
 
 
 def recipe(
-    *names: str, grade: int = ELEMENTWISE, needs_first: bool = False
+    *names: str, grade: int = ELEMENTWISE, needs: int = 0
 ) -> Callable[[Callable[[Node], Made | None]], Any]:
     """Enter a recipe for nodes of some names, see `Entry`."""
 
     def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
         for name in names:
-            TABLE[name] = Entry(grade, make, needs_first)
+            TABLE[name] = Entry(grade, make, needs)
         return make
 
     return enter
