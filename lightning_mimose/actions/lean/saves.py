@@ -26,7 +26,6 @@ from lightning_mimose.actions.lean.handles import (
     Recipe,
     Use,
     View,
-    base_of,
     is_plain,
     rebuilt_now,
     storages_of,

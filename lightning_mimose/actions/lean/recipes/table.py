@@ -116,9 +116,7 @@ class Entry(NamedTuple):
 TABLE: dict[str, Entry] = {}
 
 
-def recipe(
-    *names: str, grade: int = ELEMENTWISE, needs: int = 0
-) -> Callable[[Callable[[Node], Made | None]], Any]:
+def recipe(*names: str, grade: int = ELEMENTWISE, needs: int = 0) -> Callable[[Callable[[Node], Made | None]], Any]:
     """Enter a recipe for nodes of some names, see `Entry`."""
 
     def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
