@@ -1,11 +1,13 @@
 """Frontier: what each budget costs in time, by which actions, side by side in one run.
 
-For every batch of a workload, a plain step and a step under each budget and menu run one after the other, several
-times and in another order each time; each runs twice in a row, of which the second counts, for the first pays for the
-memory that the one before it had given back. A budget's cost is the sum of its median times over all batches against
-the sum of the plain ones, by the clock and in processor time of the training thread, which other work disturbs less;
-the row "plain" is a second plain runner against the first: what is noise. Peaks are read off
-an independent meter in a pass of their own, so that no meter runs while time is taken.
+For every batch of a workload, steps under each budget and menu and plain ones run in turns, several times and in
+another order each time; each runs twice in a row, of which the second counts, for the first pays for the memory that
+the one before it had given back. Two equal models in one process differ by up to 3 %, by where their memory lies. So
+every model makes plain steps as well, with the package attached and nothing planned, and is compared with itself. A
+budget's cost is the sum of its median times over all batches against the sum of those, by the clock and in processor
+time of the training thread, which other work disturbs less. The row "plain" is a model that never had the package,
+whose steps are all plain: what is noise. Peaks are read off an independent meter in a pass of their own, so that no
+meter runs while time is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from meter import PeakMeter
 MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"], "lean": ["lean"]}
 Key = tuple[str, float]
 K = TypeVar("K", bound=Hashable)
-BASE, CONTROL = ("plain", 0.0), ("plain", 1.0)
+CONTROL = ("plain", 1.0)
 
 
 class Runner:
@@ -61,10 +63,16 @@ class Runner:
     def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self.workload.loss(model, batch)
 
-    def step(self, batch: Batch, seed: int) -> None:
-        """One training step, with the same dropout for everyone."""
+    def step(self, batch: Batch, seed: int, *, plain: bool = False) -> None:
+        """One training step, with the same dropout for everyone.
+
+        Args:
+            batch: What is trained on.
+            seed: Of the dropout.
+            plain: Whether to step past the package, which stays attached.
+        """
         torch.manual_seed(seed)
-        if self.mimose is None:
+        if plain or self.mimose is None:
             loss = self.workload.loss(self.model, batch)
             self.optimizer.zero_grad()
             loss.backward()
@@ -115,14 +123,14 @@ def rows(
             measured[key] = runner.peaks(batches)[0] if runner.error is None else []
             plans[key] = [] if runner.mimose is None else list(runner.mimose.records)[-len(batches) :]
         able = {key: runner for key, runner in runners.items() if runner.error is None}
-        seconds, processor = timed({BASE: plain, CONTROL: Runner(workload, None, None), **able}, batches, repeats)
+        added = timed({CONTROL: plain, **able}, batches, repeats)
         drawn = []
         yield {
             "model": name,
             "menu": "plain",
             "budget share": "1",
-            "added time": _added(seconds, CONTROL),
-            "added processor time": _added(processor, CONTROL),
+            "added time": added[CONTROL].time,
+            "added processor time": added[CONTROL].processor_time,
         }
         for (menu, share), runner in runners.items():
             planned = plans[menu, share]
@@ -143,39 +151,46 @@ def rows(
                 "refused": "yes" if runner.error is not None else "",
             }
             if runner.error is None:
-                row["added time"] = _added(seconds, (menu, share))
-                row["added processor time"] = _added(processor, (menu, share))
-                drawn.append((menu, share, float(row["added time"])))
+                row["added time"] = added[menu, share].time
+                row["added processor time"] = added[menu, share].processor_time
+                drawn.append((menu, share, added[menu, share].time))
             yield row
         _draw(name, drawn, results / f"frontier-{name}.png")
 
 
-def _added(seconds: dict[Key, float], key: Key) -> float:
-    return round(seconds[key] / seconds[BASE] - 1, 4)
+class Added(NamedTuple):
+    """What is added to a plain step, as a share of it.
 
-
-def timed(
-    everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int
-) -> tuple[dict[K, float], dict[K, float]]:
-    """Sums over the batches of the median time of each runner's step, all taken in turns.
-
-    Returns:
-        By the clock, and of the training thread's processor: of the two the less disturbed by what else runs.
+    Attributes:
+        time: By the clock.
+        processor_time: Of the training thread's processor: the less disturbed by what else runs.
     """
+
+    time: float
+    processor_time: float
+
+
+def timed(everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int) -> dict[K, Added]:
+    """What each runner's steps add to plain ones of its own: of sums over the batches of median times."""
     order = random.Random(0)
-    total = dict.fromkeys(everyone, 0.0), dict.fromkeys(everyone, 0.0)
+    ways = [(key, plain) for key in everyone for plain in (True, False)]
+    sums = {way: [0.0, 0.0] for way in ways}
     for index, batch in enumerate(batches):
-        times: dict[K, list[tuple[float, float]]] = {key: [] for key in everyone}
+        times: dict[tuple[K, bool], list[tuple[float, float]]] = {way: [] for way in ways}
         for _ in range(repeats):
-            for key, runner in order.sample(list(everyone.items()), len(everyone)):
-                runner.step(batch, index)
+            for key, plain in order.sample(ways, len(ways)):
+                runner = everyone[key]
+                runner.step(batch, index, plain=plain)
                 began = time.perf_counter(), time.thread_time()
-                runner.step(batch, index)
-                times[key].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
-        for clock, sums in enumerate(total):
-            for key, found in times.items():
-                sums[key] += statistics.median([each[clock] for each in found])
-    return total
+                runner.step(batch, index, plain=plain)
+                times[key, plain].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+        for way, found in times.items():
+            for clock in (0, 1):
+                sums[way][clock] += statistics.median([each[clock] for each in found])
+    return {
+        key: Added(*(round(sums[key, False][clock] / sums[key, True][clock] - 1, 4) for clock in (0, 1)))
+        for key in everyone
+    }
 
 
 def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:

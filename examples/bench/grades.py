@@ -1,8 +1,8 @@
 """Grades: what each action costs in time when every unit takes it, against what plans are charged for it.
 
-Every unit of a workload is forced into one action at a time; a plain step and a step of each run one after the other,
-several times and in another order each time. Plans compare actions, so both figures are also shown as shares of what
-recomputing every unit costs; the measured one in processor time, which a busy machine disturbs less than the clock.
+Every unit of a workload is forced into one action at a time; its steps and plain ones run in turns (`frontier.timed`).
+Plans compare actions, so both figures are also shown as shares of what recomputing every unit costs; the measured one
+in processor time, which a busy machine disturbs less than the clock.
 """
 
 from __future__ import annotations
@@ -48,24 +48,22 @@ def rows(
     for name in names:
         workload = LARGE.get(name) or WORKLOADS[name]
         batches = workload.batches(steps, seed=seed, order="longest first")
-        plain = Runner(workload, None, None)
         forced = {action: Forced(workload, action) for action in actions}
-        everyone = {"plain": plain, "control": Runner(workload, None, None), **forced}
+        everyone = {"control": Runner(workload, None, None), **forced}
         for runner in everyone.values():
             for index, batch in enumerate(batches * 3):
                 runner.step(batch, index)
-        totals = timed(everyone, batches, repeats)
-        # What each adds to the plain step.
-        wall, processor = ({k: s - (k != "plain") * each["plain"] for k, s in each.items()} for each in totals)
+        added = timed(everyone, batches, repeats)
         recompute = forced["recompute"].charged if "recompute" in forced else 0.0
+        recomputing = added["recompute"].processor_time if "recompute" in added else 0.0
         for action in ("control", *actions):
             charged = forced[action].charged if action in forced else 0.0
             yield {
                 "model": name,
                 "action": action,
-                "added time": round(wall[action] / wall["plain"], 4),
-                "added processor time": round(processor[action] / processor["plain"], 4),
-                "of recomputing, measured": _share(processor[action], processor.get("recompute", 0.0)),
+                "added time": added[action].time,
+                "added processor time": added[action].processor_time,
+                "of recomputing, measured": _share(added[action].processor_time, recomputing),
                 "of recomputing, charged": _share(charged, recompute),
             }
 
