@@ -1,13 +1,13 @@
 """Frontier: what each budget costs in time, by which actions, side by side in one run.
 
-For every batch of a workload, steps under each budget and menu and plain ones run in turns, several times and in
-another order each time; each runs twice in a row, of which the second counts, for the first pays for the memory that
-the one before it had given back. Two equal models in one process differ by up to 3 %, by where their memory lies. So
-every model makes plain steps as well, with the package attached and nothing planned, and is compared with itself. A
-budget's cost is the sum of its median times over all batches against the sum of those, by the clock and in processor
-time of the training thread, which other work disturbs less. The row "plain" is a model that never had the package,
-whose steps are all plain: what is noise. Peaks are read off an independent meter in a pass of their own, so that no
-meter runs while time is taken.
+For every batch of a workload, each budget and menu takes its turn, several times and in another order each time. Two
+equal models in one process differ by up to 3 %, by where their memory lies, and a machine's speed changes within
+seconds. So a turn is a pair: a step, and a plain one of the same model right before or after it, with the package
+attached and nothing planned. Each of the two runs twice in a row, of which the second counts, for the first pays for
+memory that the one before it had given back. A budget's cost is the sum over all batches of the median differences
+against that of the median plain steps, by the clock and in processor time of the training thread, which other work
+disturbs less. The row "plain" is a model that never had the package, whose steps are all plain: what is noise. Peaks
+are read off an independent meter in a pass of their own, so that no meter runs while time is taken.
 """
 
 from __future__ import annotations
@@ -171,24 +171,26 @@ class Added(NamedTuple):
 
 
 def timed(everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int) -> dict[K, Added]:
-    """What each runner's steps add to plain ones of its own: of sums over the batches of median times."""
+    """What each runner's steps add to plain ones of its own, over all batches."""
     order = random.Random(0)
-    ways = [(key, plain) for key in everyone for plain in (True, False)]
-    sums = {way: [0.0, 0.0] for way in ways}
+    plain_seconds, added_seconds = ({key: [0.0, 0.0] for key in everyone} for _ in range(2))
     for index, batch in enumerate(batches):
-        times: dict[tuple[K, bool], list[tuple[float, float]]] = {way: [] for way in ways}
+        pairs: dict[K, list[list[tuple[float, float]]]] = {key: [] for key in everyone}
         for _ in range(repeats):
-            for key, plain in order.sample(ways, len(ways)):
-                runner = everyone[key]
-                runner.step(batch, index, plain=plain)
-                began = time.perf_counter(), time.thread_time()
-                runner.step(batch, index, plain=plain)
-                times[key, plain].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
-        for way, found in times.items():
+            for key, runner in order.sample(list(everyone.items()), len(everyone)):
+                pair = [(0.0, 0.0)] * 2
+                for plain in order.sample((True, False), 2):
+                    runner.step(batch, index, plain=plain)
+                    began = time.perf_counter(), time.thread_time()
+                    runner.step(batch, index, plain=plain)
+                    pair[plain] = time.perf_counter() - began[0], time.thread_time() - began[1]
+                pairs[key].append(pair)
+        for key, found in pairs.items():
             for clock in (0, 1):
-                sums[way][clock] += statistics.median([each[clock] for each in found])
+                plain_seconds[key][clock] += statistics.median([plain[clock] for _, plain in found])
+                added_seconds[key][clock] += statistics.median([step[clock] - plain[clock] for step, plain in found])
     return {
-        key: Added(*(round(sums[key, False][clock] / sums[key, True][clock] - 1, 4) for clock in (0, 1)))
+        key: Added(*(round(a / b, 4) for a, b in zip(added_seconds[key], plain_seconds[key], strict=True)))
         for key in everyone
     }
 
