@@ -61,8 +61,8 @@ def rows(
             yield {
                 "model": name,
                 "action": action,
-                "added time": added[action].time,
-                "added processor time": added[action].processor_time,
+                "added time": round(added[action].time, 4),
+                "added processor time": round(added[action].processor_time, 4),
                 "of recomputing, measured": _share(added[action].processor_time, recomputing),
                 "of recomputing, charged": _share(charged, recompute),
             }

@@ -17,19 +17,25 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 """Of every byte."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _numbers(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The eight elements that every byte stands for; on a CPU in memory of NumPy's, so that no step has to count it."""
-    table = torch.from_numpy(_BITS).to(dtype)
+    if device.type != "cpu":  # made there: a copy would wait for the device
+        bytes_, places = (torch.arange(count, device=device, dtype=torch.uint8) for count in (256, 8))
+        table = (bytes_[:, None] >> places).bitwise_and_(1).to(dtype)
+        return table if dtype == torch.bool else table.mul_(number)
+    table = torch.from_numpy(_BITS).to(dtype, copy=True)
     if dtype != torch.bool:
         table.mul_(number)
-    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype).to(device)
+    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype)
 
 
-def _pieces(elements: torch.Tensor, size: int, bits: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    if len(elements) <= size:  # to split takes as long as to pack a small one
+def _pieces(elements: torch.Tensor, bits: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Elements in one dimension, or eight in a row, beside the bytes that stand for them."""
+    size = PIECE // 8
+    if len(bits) <= size:  # to split takes as long as to pack a small one
         return ((elements, bits),)
-    return zip(elements.split(size), bits.split(PIECE // 8), strict=True)
+    return zip(elements.split(size if elements.dim() == 2 else PIECE), bits.split(size), strict=True)
 
 
 class Mask(Rebuilt):
@@ -53,7 +59,7 @@ class Mask(Rebuilt):
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         self._bits = torch.empty(self.held_bytes, dtype=torch.uint8, device=tensor.device)
-        for piece, bits in _pieces(flat, PIECE, self._bits):
+        for piece, bits in _pieces(flat, self._bits):
             flags = piece.bool()  # several times faster than a comparison with 0, and the same
             if flags.device.type == "cpu":
                 bits.numpy()[:] = np.packbits(flags.numpy(), bitorder="little")
@@ -69,6 +75,6 @@ class Mask(Rebuilt):
         device = self._bits.device
         table = _numbers(self._number, self._dtype, device)
         made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=device)
-        for out, bits in _pieces(made, PIECE // 8, self._bits):
+        for out, bits in _pieces(made, self._bits):
             torch.index_select(table, 0, bits.int(), out=out)
         return made.as_strided(self.shape, self._stride)

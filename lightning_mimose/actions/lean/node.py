@@ -29,6 +29,8 @@ class Node:
     def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
         self._saves, self.raw, self._depth = saves, raw, depth
         result = raw._input_metadata[0]
+        if result.is_nested_tensor:  # which may have no shape
+            raise MissingError
         self.shape: tuple[int, ...] = tuple(result.shape)
         self.dtype: torch.dtype = result.dtype
         self.device: torch.device = result.device

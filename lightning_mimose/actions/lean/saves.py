@@ -26,6 +26,7 @@ from lightning_mimose.actions.lean.handles import (
     Recipe,
     Use,
     View,
+    base_of,
     is_plain,
     rebuilt_now,
     storages_of,
@@ -144,9 +145,7 @@ class LeanSaves:
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
         self._count += 1
-        base = tensor._base
-        if base is None:
-            base = tensor
+        base = base_of(tensor)
         node, output = base.grad_fn, base.output_nr
         handle = self._handle(tensor, base, node, output)
         handle.owner = self.owner
@@ -225,7 +224,7 @@ class LeanSaves:
         dropout = self.notes.dropout
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
-        return Mask(tensor, _kept_number(dropout, tensor.dtype, tensor.device), MASKS, packs=self._applies)
+        return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=self._applies)
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
         """A tensor without gradients, if it is an argument; one that would only live for a recipe is no gain.
@@ -270,8 +269,8 @@ class LeanSaves:
             return None
         if entry.needs and self._leads_nowhere(node, entry.needs):
             return None
-        view = Node(self, node, depth)
         try:
+            view = Node(self, node, depth)
             made: Made | None = entry.make(view)
         except MissingError:
             return None
@@ -304,28 +303,26 @@ class LeanSaves:
 
     def _leads_nowhere(self, node: Any, needs: int) -> bool:
         """Whether an input that an operation needs is without a recipe, looked at before any is made."""
-        for key in node.next_functions[:needs]:
-            before, _ = key
-            if before is None:
-                if needs == 1:
-                    return True
-                continue
-            if key in self._values:
-                if self._values[key] is None:
-                    return True
-                continue
-            name: str = before.name()
+        inputs = node.next_functions[:needs]
+        # Of several, one that is no operation's is a number.
+        return any(self._is_lost(key) for key in inputs if needs == 1 or key[0] is not None)
+
+    def _is_lost(self, key: tuple[Any, int]) -> bool:
+        for _ in range(LONGEST_CHAIN):
+            node, _ = key
+            if node is None or key in self._values:
+                return self._values.get(key) is None
+            name: str = node.name()
             entry = TABLE.get(name)
             if entry is None:
-                if name != _LEAF:
-                    return True
-            elif before._sequence_nr() < self._start:  # somebody else's
+                return name != _LEAF
+            if node._sequence_nr() < self._start:  # somebody else's
                 return True
-            elif entry.grade > self._grade:
-                if not self.in_scores:
-                    return True
-            elif entry.needs == 1 and self._leads_nowhere(before, 1):  # not of several, whose inputs may be the same
-                return True
+            if entry.grade > self._grade:
+                return not self.in_scores
+            if entry.needs != 1:  # no further where there are several: they may be the same, again and again
+                return False
+            key = node.next_functions[0]
         return False
 
 

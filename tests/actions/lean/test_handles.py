@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_mimose.actions.lean import masks
 from lightning_mimose.actions.lean.handles import Handle, Kept, View
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import TABLE, Entry, Made, Node
@@ -72,10 +73,12 @@ def test_in_double_precision() -> None:
         assert lean.alive == [False]
 
 
+@pytest.mark.parametrize("piece", [64, masks.PIECE])
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1003])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_bits_of_a_mask(dtype: torch.dtype, count: int) -> None:
-    """Of any number of elements, in order."""
+def test_bits_of_a_mask(dtype: torch.dtype, count: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any number of elements, in order, at once and in pieces."""
+    monkeypatch.setattr(masks, "PIECE", piece)
     flags = torch.rand(count) < 0.5
     number = 1.0 if dtype == torch.bool else torch.ones((), dtype=dtype).div_(0.7).item()
     tensor = flags if dtype == torch.bool else flags.to(dtype) * number
@@ -83,6 +86,8 @@ def test_bits_of_a_mask(dtype: torch.dtype, count: int) -> None:
     assert mask.value().dtype == dtype
     assert torch.equal(mask.value(), tensor)
     assert mask.held_bytes == (count + 7) // 8
+    mask.value().zero_()
+    assert torch.equal(mask.value(), tensor), "what was handed out is nobody else's"
 
 
 def test_a_mask_keeps_its_layout() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE
+from lightning_mimose.actions.lean.grades import ELEMENTWISE, MASKS
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
@@ -533,3 +533,30 @@ def test_a_parameter_that_is_changed_within_the_forward_is_not_rebuilt_from() ->
 
     assert torch.equal(run(False, True), run(False, False))
     assert torch.equal(run(True, True), run(True, False))
+
+
+def test_a_dropout_whose_probability_is_a_tensor_may_change_it() -> None:
+    """In place, between two forwards: the mask's number is another one."""
+    p, x, sites = torch.tensor(0.5), torch.randn(64, 64, requires_grad=True), Sites()
+
+    def gradient(lean: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        with LeanSaves(sites, MASKS).active() if lean else nullcontext():
+            out = functional.dropout(x, p) * 2.0  # type: ignore[arg-type]
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    for probability in (0.5, 0.75):
+        p.fill_(probability)
+        assert torch.equal(gradient(True), gradient(False))
+
+
+@pytest.mark.parametrize("operation", [torch.neg, lambda y: y.view(-1), torch.Tensor.t])
+def test_long_chains_are_kept(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """However long: they are looked at no further than a recipe may go."""
+    x = torch.ones(4096, requires_grad=True)
+    with LeanSaves(Sites(), EVERYTHING).active():
+        y = x * 2.0
+        for _ in range(3000):
+            y = operation(y)
+        out = y.sin().sum()
+    assert torch.equal(torch.autograd.grad(out, x)[0], 2 * torch.cos(2 * x))
