@@ -1,7 +1,7 @@
 """Frontier: what each budget costs in time, by which actions, side by side in one run.
 
 For every batch of a workload, each budget and menu takes its turn, several times and in another order each time. Two
-equal models in one process differ by up to 3 %, by where their memory lies, and a machine's speed changes within
+equal models in one process differ by some percent, by where their memory lies, and a machine's speed changes within
 seconds. So a turn is a pair: a step, and a plain one of the same model right before or after it, with the package
 attached and nothing planned. Each of the two runs twice in a row, of which the second counts, for the first pays for
 memory that the one before it had given back. A budget's cost is the sum over all batches of the median differences
@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -170,28 +171,28 @@ class Added(NamedTuple):
     processor_time: float
 
 
+def lap(runner: Runner, batch: Batch, seed: int, *, plain: bool = False) -> tuple[float, float]:
+    """Seconds of a step right after an equal one, by the clock and in processor time of the training thread."""
+    runner.step(batch, seed, plain=plain)
+    began = time.perf_counter(), time.thread_time()
+    runner.step(batch, seed, plain=plain)
+    return time.perf_counter() - began[0], time.thread_time() - began[1]
+
+
 def timed(everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int) -> dict[K, Added]:
     """What each runner's steps add to plain ones of its own, over all batches; kept calls are patched in both."""
     order = random.Random(0)
-    plain_seconds, added_seconds = ({key: [0.0, 0.0] for key in everyone} for _ in range(2))
+    seconds = {key: np.zeros((2, 2)) for key in everyone}  # added and plain, by both clocks
     for index, batch in enumerate(batches):
-        pairs: dict[K, list[list[tuple[float, float]]]] = {key: [] for key in everyone}
+        pairs: dict[K, list[dict[bool, tuple[float, float]]]] = {key: [] for key in everyone}
         for _ in range(repeats):
             for key, runner in order.sample(list(everyone.items()), len(everyone)):
-                pair = [(0.0, 0.0)] * 2
-                for plain in order.sample((True, False), 2):
-                    runner.step(batch, index, plain=plain)
-                    began = time.perf_counter(), time.thread_time()
-                    runner.step(batch, index, plain=plain)
-                    pair[plain] = time.perf_counter() - began[0], time.thread_time() - began[1]
-                pairs[key].append(pair)
+                ways = order.sample((True, False), 2)
+                pairs[key].append({plain: lap(runner, batch, index, plain=plain) for plain in ways})
         for key, found in pairs.items():
-            for clock in (0, 1):
-                plain_seconds[key][clock] += statistics.median([plain[clock] for _, plain in found])
-                added_seconds[key][clock] += statistics.median([step[clock] - plain[clock] for step, plain in found])
-    return {
-        key: Added(*(a / b for a, b in zip(added_seconds[key], plain_seconds[key], strict=True))) for key in everyone
-    }
+            plain, stepped = (np.array([pair[way] for pair in found]) for way in (True, False))
+            seconds[key] += np.median([stepped - plain, plain], axis=1)
+    return {key: Added(*(added / plain).tolist()) for key, (added, plain) in seconds.items()}
 
 
 def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:

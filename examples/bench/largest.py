@@ -8,13 +8,12 @@ against the plain step's, of steps that run in turns.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from bench.frontier import Runner
+from bench.frontier import Runner, lap
 from bench.large import LARGE
 from bench.models import Batch, Workload
 
@@ -75,8 +74,5 @@ def _per_sample(plain: Runner, runner: Runner, base: Batch, large: Batch, repeat
     found: list[list[float]] = [[], []]
     for _ in range(repeats):
         for times, who, batch in zip(found, (plain, runner), (base, large), strict=True):
-            who.step(batch, 0)
-            began = time.perf_counter()
-            who.step(batch, 0)
-            times.append((time.perf_counter() - began) / len(next(iter(batch.values()))))
+            times.append(lap(who, batch, 0)[0] / len(next(iter(batch.values()))))
     return statistics.median(found[1]) / statistics.median(found[0])

@@ -235,10 +235,8 @@ class Recipe(Rebuilt):
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
-        self.widest_bytes: int = 0 if is_view else nbytes
-        for each in self.inputs:
-            if isinstance(each, Recipe) and not each.is_saved and each.widest_bytes > self.widest_bytes:
-                self.widest_bytes = each.widest_bytes
+        made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
+        self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
 
     @property
     def is_given_away(self) -> bool:

@@ -13,21 +13,15 @@ from lightning_mimose.actions.lean.handles import Rebuilt
 PIECE = 1 << 20
 """Elements of a mask that are packed or unpacked at once: all of them would be more memory, for a moment."""
 
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-"""Of every byte."""
-
 
 @lru_cache(maxsize=64)
 def _numbers(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The eight elements that every byte stands for; on a CPU in memory of NumPy's, so that no step has to count it."""
-    if device.type != "cpu":  # made there: a copy would wait for the device
-        bytes_, places = (torch.arange(count, device=device, dtype=torch.uint8) for count in (256, 8))
-        table = (bytes_[:, None] >> places).bitwise_and_(1).to(dtype)
-        return table if dtype == torch.bool else table.mul_(number)
-    table = torch.from_numpy(_BITS).to(dtype, copy=True)
+    bytes_, places = (torch.arange(count, device=device, dtype=torch.uint8) for count in (256, 8))
+    table = (bytes_[:, None] >> places).bitwise_and_(1).to(dtype)
     if dtype != torch.bool:
         table.mul_(number)
-    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype)
+    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype) if device.type == "cpu" else table
 
 
 def _pieces(elements: torch.Tensor, bits: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

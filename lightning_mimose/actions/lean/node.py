@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,9 +71,8 @@ class Node:
         number = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         if not isinstance(number, torch.Tensor) or number.dim():
             raise MissingError
-        if not torch._C._len_torch_dispatch_stack():
-            return Number(number.item())
-        with _disable_current_modes():  # which would be given a float where they expect a tensor
+        # A mode would be given a float where it expects a tensor; to look for one takes less than to disable none.
+        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
             return Number(number.item())
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
@@ -82,10 +82,8 @@ class Node:
     def mask(self) -> Handle | None:
         """See `table.Node`."""
         masked = self._saves.notes.masked
-        if masked is None or self.raw._sequence_nr() < masked.start:
-            return None
         edges = self.raw.next_functions
-        if len(edges) < 2 or edges[1][0] is not None:
+        if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
             return None
         given = None if masked.mask is None else self._saves.given(masked.mask)
         if given is None and masked.mask is not None:

@@ -164,7 +164,7 @@ class LeanSaves:
     def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
-        if not is_plain(base) or not (base is tensor or is_plain(tensor)):
+        if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
         if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
@@ -267,7 +267,7 @@ class LeanSaves:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `Node.saved`
             return None
-        if entry.needs and self._leads_nowhere(node, entry.needs):
+        if entry.needs_first and self._leads_nowhere(node):
             return None
         try:
             view = Node(self, node, depth)
@@ -301,15 +301,10 @@ class LeanSaves:
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
-    def _leads_nowhere(self, node: Any, needs: int) -> bool:
-        """Whether an input that an operation needs is without a recipe, looked at before any is made."""
-        inputs = node.next_functions[:needs]
-        # Of several, one that is no operation's is a number.
-        return any(self._is_lost(key) for key in inputs if needs == 1 or key[0] is not None)
-
-    def _is_lost(self, key: tuple[Any, int]) -> bool:
-        for _ in range(LONGEST_CHAIN):
-            node, _ = key
+    def _leads_nowhere(self, node: Any) -> bool:
+        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
+        while True:
+            key = node, _ = node.next_functions[0]
             if node is None or key in self._values:
                 return self._values.get(key) is None
             name: str = node.name()
@@ -320,10 +315,8 @@ class LeanSaves:
                 return True
             if entry.grade > self._grade:
                 return not self.in_scores
-            if entry.needs != 1:  # no further where there are several: they may be the same, again and again
+            if not entry.needs_first:
                 return False
-            key = node.next_functions[0]
-        return False
 
 
 _LEAF = "torch::autograd::AccumulateGrad"

@@ -30,7 +30,7 @@ def _div(node: Node) -> Made:
     return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
 
 
-@recipe("AddBackward0", needs=2)
+@recipe("AddBackward0")
 def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
     if number is None:
@@ -43,7 +43,7 @@ def _add(node: Node) -> Made | None:
     return _sum(torch.add, alpha, node.edge(0), Number(number))
 
 
-@recipe("SubBackward0", needs=2)
+@recipe("SubBackward0")
 def _sub(node: Node) -> Made | None:
     number = node.constant("operand")
     return _sum(torch.sub, node.raw._saved_alpha, node.edge(0), node.edge(1) if number is None else Number(number))
@@ -53,12 +53,12 @@ def _sum(function: Callable[..., Tensor], alpha: Any, one: Handle | None, other:
     return Made(partial(function, alpha=alpha), (one, other), LIGHT, takes_out=True)
 
 
-@recipe("RsubBackward0", needs=2)
+@recipe("RsubBackward0")
 def _rsub(node: Node) -> Made:
     return Made(partial(torch.rsub, alpha=node.raw._saved_alpha), (node.edge(0), node.edge(1)), LIGHT)
 
 
-@recipe("RsubBackward1", needs=1)
+@recipe("RsubBackward1", needs_first=True)
 def _rsub_from_number(node: Node) -> Made | None:
     alpha, number = node.raw._saved_alpha, node.constant("operand")
     if number is None:
@@ -66,12 +66,12 @@ def _rsub_from_number(node: Node) -> Made | None:
     return Made(lambda x: torch.rsub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
 
 
-@recipe("ToCopyBackward0", needs=1)
+@recipe("ToCopyBackward0", needs_first=True)
 def _to(node: Node) -> Made:
     return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, gives_away=True)
 
 
-@recipe("MeanBackward1", needs=1)
+@recipe("MeanBackward1", needs_first=True)
 def _mean(node: Node) -> Made:
     dims = [signed(dim) for dim in node.raw._saved_dim]
     x, keepdim = node.edge(0), node.raw._saved_keepdim
