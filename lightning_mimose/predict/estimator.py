@@ -231,15 +231,21 @@ class Estimator:
         return all(other.calls_made <= latest.calls_made for other in self._paths(_names(key)))
 
     def seconds_per_operation(self) -> float:
-        """Rate of recomputation on this device, over all that was measured; a guess before."""
+        """Rate of recomputation on this device, over all regions of a batch; a guess before.
+
+        Of the batch for which it was the fastest: recomputations are measured beside a profiler and modes that count,
+        which take as long for the operations of a small batch as for those of a large one.
+        """
         if self._rate is None:
-            seconds = operations = 0.0
+            rates = []
             for structure, known in self._observed.items():
                 regions = [call for call in structure.calls if call.region]
                 for values in known.values():
-                    seconds += float(values[[call.seconds for call in regions]].sum())
-                    operations += float(values[[c for call in regions for c in (call.flops, call.besides)]].sum())
-            self._rate = seconds / operations if operations and seconds else 1e-11
+                    seconds = float(values[[call.seconds for call in regions]].sum())
+                    operations = float(values[[c for call in regions for c in (call.flops, call.besides)]].sum())
+                    if seconds and operations:
+                        rates.append(seconds / operations)
+            self._rate = min(rates, default=1e-11)
         return self._rate
 
     def state_dict(self) -> dict[str, Any]:
