@@ -3,11 +3,12 @@
 For every batch of a workload, each budget and menu takes its turn, several times and in another order each time. Two
 equal models in one process differ by some percent, by where their memory lies, and a machine's speed changes within
 seconds. So a turn is a pair: a step, and a plain one of the same model right before or after it, with the package
-attached and nothing planned. Each of the two runs twice in a row, of which the second counts, for the first pays for
-memory that the one before it had given back. A budget's cost is the sum over all batches of the median differences
+attached and nothing planned. Each of the two runs three times in a row, of which the first does not count, for it pays
+for memory that the one before it had given back. A budget's cost is the sum over all batches of the median differences
 against that of the median plain steps, by the clock and in processor time of the training thread, which other work
-disturbs less. The row "plain" is a model that never had the package, whose steps are all plain: what is noise. Peaks
-are read off an independent meter in a pass of their own, so that no meter runs while time is taken.
+disturbs less; "give or take" is its standard error, from the spread of the differences. The row "plain" is a model that
+never had the package, whose steps are all plain: what is noise. Peaks are read off an independent meter in a pass of
+their own, so that no meter runs while time is taken.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def rows(
             "menu": "plain",
             "budget share": "1",
             "added time": round(added[CONTROL].time, 4),
+            "give or take": round(added[CONTROL].time_error, 4),
             "added processor time": round(added[CONTROL].processor_time, 4),
         }
         for (menu, share), runner in runners.items():
@@ -140,6 +142,7 @@ def rows(
                 "menu": menu,
                 "budget share": f"{share}",
                 "added time": None,
+                "give or take": None,
                 "added processor time": None,
                 "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured[menu, share]),
                 "highest peak": round(max(measured[menu, share]) / (runner.budget_bytes or 1), 4)
@@ -153,6 +156,7 @@ def rows(
             }
             if runner.error is None:
                 row["added time"] = round(added[menu, share].time, 4)
+                row["give or take"] = round(added[menu, share].time_error, 4)
                 row["added processor time"] = round(added[menu, share].processor_time, 4)
                 drawn.append((menu, share, added[menu, share].time))
             yield row
@@ -165,34 +169,49 @@ class Added(NamedTuple):
     Attributes:
         time: By the clock.
         processor_time: Of the training thread's processor: the less disturbed by what else runs.
+        time_error: Standard error of `time`.
     """
 
     time: float
     processor_time: float
+    time_error: float
 
 
-def lap(runner: Runner, batch: Batch, seed: int, *, plain: bool = False) -> tuple[float, float]:
-    """Seconds of a step right after an equal one, by the clock and in processor time of the training thread."""
+LAPS = 2
+"""Steps of a turn that count."""
+
+
+def laps(runner: Runner, batch: Batch, seed: int, *, plain: bool = False) -> list[tuple[float, float]]:
+    """Seconds of steps after an equal one, by the clock and in processor time of the training thread."""
     runner.step(batch, seed, plain=plain)
-    began = time.perf_counter(), time.thread_time()
-    runner.step(batch, seed, plain=plain)
-    return time.perf_counter() - began[0], time.thread_time() - began[1]
+    found = []
+    for _ in range(LAPS):
+        began = time.perf_counter(), time.thread_time()
+        runner.step(batch, seed, plain=plain)
+        found.append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+    return found
 
 
 def timed(everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int) -> dict[K, Added]:
     """What each runner's steps add to plain ones of its own, over all batches; kept calls are patched in both."""
     order = random.Random(0)
-    seconds = {key: np.zeros((2, 2)) for key in everyone}  # added and plain, by both clocks
+    medians = {key: np.zeros((2, 2)) for key in everyone}  # added and plain, by both clocks
+    variances = dict.fromkeys(everyone, 0.0)
     for index, batch in enumerate(batches):
-        pairs: dict[K, list[dict[bool, tuple[float, float]]]] = {key: [] for key in everyone}
+        turns: dict[K, dict[bool, list[tuple[float, float]]]] = {key: {True: [], False: []} for key in everyone}
         for _ in range(repeats):
             for key, runner in order.sample(list(everyone.items()), len(everyone)):
-                ways = order.sample((True, False), 2)
-                pairs[key].append({plain: lap(runner, batch, index, plain=plain) for plain in ways})
-        for key, found in pairs.items():
-            plain, stepped = (np.array([pair[way] for pair in found]) for way in (True, False))
-            seconds[key] += np.median([stepped - plain, plain], axis=1)
-    return {key: Added(*(added / plain).tolist()) for key, (added, plain) in seconds.items()}
+                for plain in order.sample((True, False), 2):
+                    turns[key][plain] += laps(runner, batch, index, plain=plain)
+        for key, found in turns.items():
+            plain_seconds, stepped = np.array(found[True]), np.array(found[False])
+            added = stepped - plain_seconds
+            medians[key] += np.median([added, plain_seconds], axis=1)
+            variances[key] += np.pi / 2 * np.var(added[:, 0], ddof=1) / len(added)  # of a median, were it normal
+    return {
+        key: Added(*(added / plain).tolist(), float(np.sqrt(variances[key]) / plain[0]))
+        for key, (added, plain) in medians.items()
+    }
 
 
 def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.frontier import Runner, lap
+from bench.frontier import Runner, laps
 from bench.large import LARGE
 from bench.models import Batch, Workload
 
@@ -74,5 +74,5 @@ def _per_sample(plain: Runner, runner: Runner, base: Batch, large: Batch, repeat
     found: list[list[float]] = [[], []]
     for _ in range(repeats):
         for times, who, batch in zip(found, (plain, runner), (base, large), strict=True):
-            times.append(lap(who, batch, 0)[0] / len(next(iter(batch.values()))))
+            times += [seconds / len(next(iter(batch.values()))) for seconds, _ in laps(who, batch, 0)]
     return statistics.median(found[1]) / statistics.median(found[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import suppress
 from typing import Any
@@ -15,11 +16,15 @@ LIGHT_OPERATIONS, ELEMENT_OPERATIONS, DRAW_OPERATIONS = 30, 100, 1200
 """Operations of a matrix product that take as long as one element of a sum or a product, of anything else, and of what
 draws: a chain of the first finds its memory in caches, bandwidth decides for most others, and on a CPU one thread draws
 all random numbers. Measured on two CPU cores, as the costs in `actions.lean.recipes`."""
+WINDOW_OPERATIONS = 300
+"""The same for what a CPU looks at in a window to pool it, one after another but where channels come last."""
 
 
 _aten = torch.ops.aten
 _LIGHT = {_aten.add, _aten.sub, _aten.rsub, _aten.mul, _aten.div, _aten.neg, _aten.relu}
 _LIGHT |= {_aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.neg_, _aten.relu_}
+_POOLS = {_aten.max_pool2d_with_indices: 2, _aten.max_pool3d_with_indices: 3, _aten.avg_pool2d: 2, _aten.avg_pool3d: 3}
+"""Pools, and over how many dimensions."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
@@ -66,7 +71,19 @@ class FlopTally(ThreadedMode):
         elif not func.is_view and func._overloadpacket not in _UNFILLED:
             made = out[0] if isinstance(out, tuple) and out else out  # of a norm, beside its statistics
             if isinstance(made, torch.Tensor):
-                draws = made.device.type == "cpu" and torch.Tag.nondeterministic_seeded in func.tags
-                each = LIGHT_OPERATIONS if func._overloadpacket in _LIGHT else ELEMENT_OPERATIONS
-                self.besides += made.numel() * (DRAW_OPERATIONS if draws else each)
+                self.besides += made.numel() * _of_one(func, made, args)
         return out
+
+
+def _of_one(func: Any, made: torch.Tensor, args: Any) -> int:
+    """What an element of a result takes."""
+    packet = func._overloadpacket
+    if packet in _LIGHT:
+        return LIGHT_OPERATIONS
+    if made.device.type == "cpu":
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return DRAW_OPERATIONS
+        if packet in _POOLS and made.is_contiguous():
+            kernel: list[int] = list(args[1])
+            return WINDOW_OPERATIONS * math.prod(kernel * (_POOLS[packet] // len(kernel)))
+    return ELEMENT_OPERATIONS

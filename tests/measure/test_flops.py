@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mimose.measure.flops import DRAW_OPERATIONS, ELEMENT_OPERATIONS, LIGHT_OPERATIONS, FlopTally
+from lightning_mimose.measure.flops import (
+    DRAW_OPERATIONS,
+    ELEMENT_OPERATIONS,
+    LIGHT_OPERATIONS,
+    WINDOW_OPERATIONS,
+    FlopTally,
+)
 
 ROWS, COLUMNS = 24, 16
 
@@ -46,3 +55,28 @@ def test_random_numbers_are_the_dearest() -> None:
     with FlopTally() as tally:
         functional.dropout(x, 0.1)
     assert DRAW_OPERATIONS * x.numel() < tally.besides < 2 * DRAW_OPERATIONS * x.numel()
+
+
+@pytest.mark.parametrize(
+    ("pool", "window"),
+    [
+        (lambda x: functional.max_pool2d(x, 3, 2), 9),
+        (lambda x: functional.max_pool2d(x, (2, 3)), 6),
+        (lambda x: functional.max_pool1d(x[0], 4), 4),
+        (lambda x: functional.avg_pool2d(x, 3, 1), 9),
+        (lambda x: functional.max_pool3d(x, 2), 8),
+    ],
+)
+def test_pools_are_counted_by_their_windows(pool: Callable[[Tensor], Tensor], window: int) -> None:
+    """On a CPU a ResNet's first pool takes as long as several of its convolutions."""
+    x = torch.randn(4, 8, 12, 12, requires_grad=True)
+    with FlopTally() as tally:
+        out = pool(x)
+    assert tally.besides == WINDOW_OPERATIONS * window * out.numel()
+
+
+def test_pools_of_channels_that_come_last_are_fast() -> None:
+    x = torch.randn(4, 8, 12, 12).contiguous(memory_format=torch.channels_last)
+    with FlopTally() as tally:
+        out = functional.max_pool2d(x, 3, 2)
+    assert tally.besides == ELEMENT_OPERATIONS * out.numel()
