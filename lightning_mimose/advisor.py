@@ -103,7 +103,9 @@ class Advisor(Forecast):
             sheltered = self.sure_bytes(timeline) <= self.budget_bytes
             menu = self.menu(timeline)
             key = self._key(planned)
-            plan, infeasible = self.planner.plan(key, menu, self.budget_bytes, margin, can_wait=sheltered)
+            plan, infeasible = self.planner.plan(
+                key, menu, self.budget_bytes, margin, can_wait=sheltered, missed_bytes=self._surplus_bytes
+            )
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
             proves = self.beyond(prediction) > 0
@@ -197,7 +199,9 @@ class Advisor(Forecast):
 
         def growth(seen: Mapping[str, int]) -> float:
             # Dimensions of the same lengths are one: tokens and their mask.
-            return prod(max(1.0, now / then) ** 2 for now, then in {(wanted[name], seen[name]) for name in seen})
+            return prod(
+                max(1.0, now / max(then, 1)) ** 2 for now, then in {(wanted[name], seen[name]) for name in seen}
+            )
 
         dims, structure, values = min(alike, key=lambda each: growth(each[0]))
         room = int((self.budget_bytes - resident.total_bytes) / growth(dims))

@@ -11,6 +11,7 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.advice import with_reserve
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
+from lightning_mimose.forecast import MISSED_SHARE
 from lightning_mimose.hints import attention_hint, size_hint, update_hint
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import ResidentLedger
@@ -24,6 +25,9 @@ UNMEASURED_STEPS = 3
 
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
+
+UNRELATED_SHARE = 0.25
+"""By how much a peak may be below its prediction for that to count as one."""
 
 
 class Lessons:
@@ -136,7 +140,11 @@ class Lessons:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)
             advisor.verify(step.size, step.resident, plan, predicted, whole)
-            self.verified += 1
+            # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
+            if whole > (1 + MISSED_SHARE) * predicted:
+                self.verified = 0
+            elif whole > (1 - UNRELATED_SHARE) * predicted:
+                self.verified += 1
         if plan is not None and predicted is None and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
@@ -177,7 +185,8 @@ class Lessons:
             warnings.warn(
                 f"No unit of {type(self._model).__name__} was called in a step, so nothing can be recomputed. If the "
                 "step runs inside torch.compile, compile each block instead (block.compile()); if it does not call "
-                "the modules themselves, name those that it calls by units=.",
+                "the modules themselves, name those that it calls by units=; if it calls them inside a "
+                "torch.utils.checkpoint of your own, take that out.",
                 stacklevel=5,
             )
 

@@ -103,6 +103,20 @@ class _Layout:
         return [group[0] for group in self.groups if self.low[group[0]] < self.high[group[0]]]
 
 
+def check_size_fn(size_fn: Any) -> Any:
+    """The function, or None.
+
+    Raises:
+        SizeError: It is no function.
+    """
+    if size_fn is not None and not callable(size_fn):
+        raise SizeError(
+            f"size_fn={size_fn!r} was asked for; it is a function from a batch to an int or to named dimensions, as "
+            "size_fn=lambda batch: batch['input_ids'].shape[1]."
+        )
+    return size_fn
+
+
 class SizeTracker:
     """Reads the size of every batch and learns which dimensions matter.
 
@@ -129,7 +143,7 @@ class SizeTracker:
             size_fn: Reads the size in place of `raw_dims`: from a batch to an int, which is then called "size", or to a
                 mapping of names to ints.
         """
-        self.size_fn = size_fn
+        self.size_fn = check_size_fn(size_fn)
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[_Layout] = []
         self._index: dict[frozenset[str], int] = {}

@@ -147,6 +147,9 @@ def _is_candidate(module: nn.Module) -> bool:
 
 def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
     wanted: set[str] = set()
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        names = [patterns] if isinstance(patterns, str) else ["encoder.layer.*"]
+        raise UnitsError(f"units={patterns!r} was asked for; it is a list of patterns, as units={names!r}.")
     for pattern in patterns:
         found = {
             name

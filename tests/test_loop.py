@@ -390,6 +390,21 @@ def test_a_batch_without_tensors_is_a_size_error() -> None:
         assert len(mimose.records) == 1
 
 
+@pytest.mark.parametrize("empty", [0, 1, 3])
+def test_a_batch_may_have_nothing_of_a_kind(empty: int) -> None:
+    """Images without objects, graphs without edges."""
+    model = TinyText()
+
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(batch["input_ids"], batch["labels"]).loss
+        return loss + 1e-3 * batch["boxes"].sum()
+
+    with Mimose(model, budget="1GB", loss_fn=loss_fn) as mimose:
+        for i in range(6):
+            boxes = torch.ones(0 if i == empty else 3 + i, 4)
+            assert torch.isfinite(mimose.step({**text_batch(4, 16 + 8 * i, i), "boxes": boxes}))
+
+
 def test_a_model_without_a_scalar_loss_is_told_so() -> None:
     """With what to do about it."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)))

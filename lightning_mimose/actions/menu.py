@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.split import SPLITS
@@ -31,8 +31,9 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
     """
     if actions is None:
         actions = list(_DEFAULT)
-    if isinstance(actions, str):
-        raise UnsupportedError(f"actions={actions!r} was asked for; it is a list, as actions=[{actions!r}].")
+    if isinstance(actions, str) or not isinstance(actions, Collection):
+        names = [actions] if isinstance(actions, str) else [RECOMPUTE]
+        raise UnsupportedError(f"actions={actions!r} was asked for; it is a list, as actions={names!r}.")
     unknown = [name for name in actions if name not in _MENU]
     if unknown or not actions:
         raise UnsupportedError(

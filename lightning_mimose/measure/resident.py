@@ -246,11 +246,15 @@ class ResidentLedger:
         """The optimizers that are watched."""
         return self._optimizers
 
+    def trains_others(self) -> bool:
+        """Whether layers were frozen or unfrozen since gradients were counted."""
+        return not all(map(is_, map(_REQUIRES_GRAD, self._tensors), self._trains))
+
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
         # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can
         # appear unseen; that some are freed is seen by the largest, and by a few more since most are freed together.
-        same = bool(self._trains) and all(map(is_, map(_REQUIRES_GRAD, self._tensors), self._trains))
+        same = bool(self._trains) and not self.trains_others()
         if same and not any(map(_has_none, self._present)) and all(map(_has_none, self._absent)):
             return
         has = [parameter.grad is not None for parameter in self._tensors]

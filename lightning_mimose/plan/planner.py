@@ -70,7 +70,14 @@ class Planner:
         self._asked.clear()
 
     def plan(
-        self, key: Hashable, menu: Timeline, budget_bytes: int, margin_bytes: int, *, can_wait: bool = False
+        self,
+        key: Hashable,
+        menu: Timeline,
+        budget_bytes: int,
+        margin_bytes: int,
+        *,
+        can_wait: bool = False,
+        missed_bytes: int = 0,
     ) -> Answer:
         """The plan to use now, which is remembered.
 
@@ -82,7 +89,13 @@ class Planner:
                 did would be faster than that of a somewhat larger budget.
             can_wait: Whether there is something else to do this time if no plan fits. Then one that is hard to find
                 is looked for beside the training.
+            missed_bytes: The part of the margin by which a measured step was above its prediction. It is left free
+                whatever plans there are, if there is something else to do.
         """
+        if can_wait:
+            most_bytes, margin_bytes = budget_bytes - missed_bytes, margin_bytes - missed_bytes
+        else:
+            most_bytes = budget_bytes
         used: list[Plan] = []
 
         def better(plan: Plan) -> None:
@@ -91,16 +104,16 @@ class Planner:
                 self.cache.replace(key, budget_bytes, used[0], plan)
 
         known = [*self.cache.incumbents(key, budget_bytes), *self._savers]
-        plan = self._quick(menu, budget_bytes, margin_bytes, known, better)
+        plan = self._quick(menu, most_bytes, margin_bytes, known, better)
         infeasible = False
         if plan is None and can_wait and self.scheduler.planner == "auto":
-            if (key, budget_bytes) not in self._asked and least_peak_bound(menu) <= budget_bytes:
+            if (key, budget_bytes) not in self._asked and least_peak_bound(menu) <= most_bytes:
                 self._asked.add((key, budget_bytes))
-                self.scheduler.beside(partial(self._find_saver, menu, budget_bytes, margin_bytes))
+                self.scheduler.beside(partial(self._find_saver, menu, most_bytes, margin_bytes))
             return Answer(None, False)
         if plan is None:
-            plan = self._hard(menu, budget_bytes, margin_bytes)
-            infeasible = plan.predicted_peak_bytes > budget_bytes
+            plan = self._hard(menu, most_bytes, margin_bytes)
+            infeasible = plan.predicted_peak_bytes > most_bytes
             if infeasible and can_wait:
                 return Answer(None, False)
             self._remember(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from lightning_mimose.plugin.support import (
     GradientHabits,
     TrainingStepHook,
     bucket_bytes,
+    check_module,
     check_strategy,
     is_first_of_accumulation,
     precision_of,
@@ -37,6 +39,7 @@ from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
 from lightning_mimose.settings import check_choices
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
+from lightning_mimose.sizes import check_size_fn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -99,7 +102,7 @@ class MimoseCallback(Callback):
         check_planner(planner)
         self.budget = budget
         self.units = units
-        self.size_fn = size_fn
+        self.size_fn = check_size_fn(size_fn)
         self.actions = actions
         self.planner = planner
         self.on_infeasible = on_infeasible
@@ -110,6 +113,7 @@ class MimoseCallback(Callback):
         self._retry: RetryHook | None = None
         self._habits: GradientHabits | None = None
         self._trained = 0
+        self._begin: Callable[[], None] | None = None
         self._advisor: Advisor | None = None
         self._loaded: dict[str, Any] | None = None
         self._history = History()
@@ -199,6 +203,7 @@ class MimoseCallback(Callback):
         if rivals:
             raise BudgetError("Two MimoseCallbacks are among this Trainer's callbacks. Keep one of them.")
         check_strategy(trainer.strategy)
+        check_module(pl_module)
         device = trainer.strategy.root_device
         if not has_memory_counters(device):
             self._idle = True
@@ -242,7 +247,7 @@ class MimoseCallback(Callback):
                 return None
             return engine.out_of_memory(error, "A batch of manual optimization cannot run again.")
 
-        self._hook = TrainingStepHook(trainer.strategy, engine.begin_forward, translate)
+        self._hook = TrainingStepHook(trainer.strategy, self._begin_forward, translate)
         exchanged = Exchanges(trainer.strategy)
 
         def keep() -> Callable[[], None]:
@@ -286,13 +291,24 @@ class MimoseCallback(Callback):
             self._close()
             self._open(trainer, pl_module, budget)
         first = is_first_of_accumulation(trainer, pl_module, batch_idx)
-        self._engine.begin_step(
+        self._begin = partial(
+            self._engine.begin_step,
             batch,
             batch_idx=batch_idx,
             epoch=trainer.current_epoch,
             zeroes_gradients=self._habits.zeroes(pl_module, first),
             accumulates=not first and pl_module.automatic_optimization,
         )
+        self._begin()
+
+    def _begin_forward(self) -> None:
+        """Plan anew if the module's own hook, which comes after the callback's, has frozen or unfrozen layers."""
+        begin, self._begin = self._begin, None
+        if self._engine is not None:
+            if begin is not None and self._engine.ledger.trains_others():
+                self._engine.abort_step()
+                begin()
+            self._engine.begin_forward()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Forward is done."""
@@ -359,7 +375,7 @@ class MimoseCallback(Callback):
                 hook.remove()
         if self._engine is not None:
             self._engine.detach()
-        self._engine = self._hook = self._retry = self._habits = None
+        self._engine = self._hook = self._retry = self._habits = self._begin = None
 
     def _let_go(self) -> None:
         """Drop the methods of the model that Lightning lends every callback for one run, which keep it alive."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_mimose.errors import UnsupportedError
@@ -51,6 +52,19 @@ def check_strategy(strategy: Any) -> None:
         raise UnsupportedError(
             f"{type(strategy).__name__} was never tried with MimoseCallback. Supported are single-device training, "
             "DDP and FSDP2: strategy='auto', 'ddp' or ModelParallelStrategy()."
+        )
+
+
+def check_module(module: Any) -> None:
+    """Refuse a `training_step` that fetches its batches itself.
+
+    Raises:
+        UnsupportedError: It takes `dataloader_iter`.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedError(
+            f"{type(module).__name__}.training_step takes dataloader_iter: it fetches its batches itself, so that "
+            "nothing can be planned before it runs. Let it take batch, or take the callback out."
         )
 
 
@@ -170,5 +184,5 @@ def _has_gradients(module: nn.Module) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> int:
-    """Identifies which parameters are trained: callbacks that freeze and unfreeze layers change it in mid-run."""
-    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+    """Identifies parameters and which are trained: callbacks that freeze, unfreeze or prune change them in mid-run."""
+    return hash(tuple((name, each.shape, each.requires_grad) for name, each in module.named_parameters()))

@@ -82,7 +82,7 @@ class Report:
         >>> print(Report(History(), (), None))
         lightning-mimose
         ----------------
-        No training step was recorded. Call report() after some steps.
+        No training step was recorded in this process. Call report() after some steps.
     """
 
     def __init__(
@@ -191,7 +191,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self.aggregates.steps:
-            return plain([self._title(())]) + "\nNo training step was recorded. Call report() after some steps."
+            return (
+                plain([self._title(())])
+                + "\nNo training step was recorded in this process. Call report() after some steps."
+            )
         return plain(self._tables())
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[RichTable | str]:

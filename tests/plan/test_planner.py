@@ -85,8 +85,9 @@ def test_what_cannot_be_is_not_looked_for(made: Planner, monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
-def test_the_margin_is_used_only_where_there_is_no_other_plan(made: Planner) -> None:
+def test_the_margin_is_used_only_where_there_is_no_other_plan(made: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan within the budget is better than none."""
+    monkeypatch.setattr(planner, "LEAST_SECONDS", 60.0)  # on a busy machine as well
     least = smallest_feasible(TIMELINE).predicted_peak_bytes
     plan, infeasible = made.plan("size", TIMELINE, least + 10, margin_bytes=1000)
     assert plan is not None
@@ -94,6 +95,22 @@ def test_the_margin_is_used_only_where_there_is_no_other_plan(made: Planner) -> 
     assert plan.predicted_peak_bytes == least
     assert made.answer("size", TIMELINE, least + 10, 1000) is not None
     assert made.answer("size", TIMELINE, least - 1, 0) is None
+
+
+def test_what_measured_steps_missed_is_left_free_if_there_is_something_else_to_do(
+    made: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the plan that broke the budget would run again."""
+    monkeypatch.setattr(planner, "LEAST_SECONDS", 60.0)
+    budget = smallest_feasible(TIMELINE).predicted_peak_bytes + 10
+    for _ in range(2):
+        assert made.plan("size", TIMELINE, budget, 30, can_wait=True, missed_bytes=20) == (None, False)
+        made.scheduler.wait()
+    plan, infeasible = made.plan("size", TIMELINE, budget, 30, missed_bytes=20)
+    assert plan is not None
+    assert not infeasible
+    roomy = Planner().plan("size", TIMELINE, budget + 10, 30, can_wait=True, missed_bytes=20)
+    assert roomy.plan is None or roomy.plan.predicted_peak_bytes <= budget - 10
 
 
 @pytest.mark.parametrize("choice", ["exact", "greedy", lambda timeline, budget: {}])

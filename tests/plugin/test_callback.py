@@ -7,12 +7,14 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_mimose import (
@@ -25,6 +27,7 @@ from lightning_mimose import (
     UnitsError,
     UnsupportedError,
 )
+from lightning_mimose.metering import VERIFIED_STEPS
 from lightning_mimose.plugin import callback as module
 from tests.helpers.fits import batches, condition, run, same
 from tests.helpers.models import Task, TinyText, loader, quiet_trainer, text_batch
@@ -61,6 +64,8 @@ def test_a_budget_that_cannot_be_read_is_refused_at_once(budget: Any) -> None:
         ({"on_infeasible": "ignore"}, MimoseError, "'raise', 'warn'"),
         ({"on_oom": "pray"}, MimoseError, "'retry', 'raise'"),
         ({"host_budget": "much"}, BudgetError, "much"),
+        ({"actions": 3}, UnsupportedError, r"actions=3 .* actions=\['recompute'\]"),
+        ({"size_fn": 5}, SizeError, "size_fn=5 .* a function"),
     ],
 )
 def test_other_arguments_are_refused_at_once(options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -181,7 +186,7 @@ def test_other_stages_are_left_alone() -> None:
     MimoseCallback("1GB").setup(SimpleNamespace(callbacks=[], strategy=strategy), None, "test")  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:No unit of Constant was called")
+@pytest.mark.filterwarnings("ignore:No unit of Constant was called", "ignore:You are using the `dataloader_iter`")
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -190,12 +195,24 @@ def test_other_stages_are_left_alone() -> None:
             UnitsError,
             r"'nowhere\.\*'.*Names look like",
         ),
+        (lambda: {"callback": MimoseCallback("1GB", units="layers.*")}, UnitsError, r"as units=\['layers\.\*'\]"),
+        (lambda: {"callback": MimoseCallback("1GB", units=[3])}, UnitsError, r"a list of patterns"),
+        (lambda: {"task": "iterating"}, UnsupportedError, "takes dataloader_iter"),
         (lambda: {"model": nn.Linear(2, 2), "task": "bare"}, UnitsError, "nothing to plan"),
         (lambda: {"data": ["words"], "task": "constant"}, SizeError, "no tensor"),
         (lambda: {"data": [*batches(count=3), torch.zeros(4, 8)], "task": "constant"}, SizeError, "was a dict before"),
         (lambda: {"callback": MimoseCallback("1GB", size_fn=lambda batch: "big")}, SizeError, "size_fn returned 'big'"),
     ],
-    ids=["units", "nothing to plan", "no tensors", "another type", "size_fn"],
+    ids=[
+        "units",
+        "no list of units",
+        "units that are no names",
+        "dataloader_iter",
+        "nothing to plan",
+        "no tensors",
+        "another type",
+        "size_fn",
+    ],
 )
 def test_bad_models_and_batches_are_named(
     make: Callable[[], dict[str, Any]], error: type[Exception], text: str
@@ -206,8 +223,13 @@ def test_bad_models_and_batches_are_named(
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return sum(p.sum() for p in self.parameters())  # type: ignore[return-value]
 
+    class Iterating(Task):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+            return self.model(**next(dataloader_iter)[0]).loss  # type: ignore[operator, no-any-return]
+
     case = make()
-    task = (Constant if case.get("task") else Task)(case.get("model") or TinyText())
+    kind = {"constant": Constant, "bare": Constant, "iterating": Iterating}.get(case.get("task", ""), Task)
+    task = kind(case.get("model") or TinyText())
     if case.get("task") == "bare":
         task.__class__.forward = lambda self: None  # type: ignore[method-assign]
     trainer, before = quiet_trainer(case.get("callback") or MimoseCallback("1GB")), condition(task)
@@ -368,6 +390,50 @@ def test_layers_that_are_unfrozen_in_mid_run_are_learnt_again() -> None:
     assert callback.records[8].sheltered
     assert max(budgeted.peaks) <= plain.budget(0.8)
     assert same(plain.weights(), budgeted.weights())
+
+
+def test_layers_that_the_module_unfreezes_in_its_own_hook_are_learnt_at_once() -> None:
+    """It runs after the callback's, which has planned the batch by then."""
+
+    class Unfreezing(Task):
+        def on_fit_start(self) -> None:
+            self.model.embed.requires_grad_(False)  # type: ignore[union-attr]
+            self.model.layers[:2].requires_grad_(False)  # type: ignore[union-attr, index]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 12:
+                self.requires_grad_(True)
+
+    data = batches(count=16)
+    plain = run(task=Unfreezing, data=data)
+    callback = MimoseCallback(plain.budget(0.6))
+    budgeted = run(callback, task=Unfreezing, data=data)
+    assert [record.sheltered for record in callback.records][11:13] == [False, True]
+    assert max(budgeted.peaks) <= plain.budget(0.6)
+    assert same(plain.weights(), budgeted.weights())
+
+
+def test_a_model_that_is_pruned_in_mid_run_is_learnt_again() -> None:
+    """Its weights are made from others in every forward from then on, and saved."""
+    data = batches(count=8)
+    pruning = partial(ModelPruning, "l1_unstructured", parameter_names=["weight"], amount=0.2, verbose=0)
+    plain = run(pruning(), data=data, max_epochs=2)
+    callback = MimoseCallback(plain.budget(0.7))
+    budgeted = run(callback, pruning(), data=data, max_epochs=2)
+    assert not callback.records[7].sheltered
+    assert callback.records[8].sheltered
+    assert max(budgeted.peaks) <= plain.budget(0.7)
+    assert same(plain.weights(), budgeted.weights())
+
+
+def test_a_size_that_says_nothing_is_measured_until_predictions_hold() -> None:
+    """Some that were far too high are no reason to look away."""
+    callback = MimoseCallback(run(data=batches(count=2)).budget(5.0), size_fn=lambda batch: 7)
+    lengths = [64, 16] * 8
+    run(callback, data=[text_batch(4, length) for length in lengths], metered=False)
+    planned = [record for record in callback.records if not record.sheltered]
+    assert len(planned) > VERIFIED_STEPS
+    assert all(record.measured_peak_bytes for record in planned)
 
 
 # --- what is seen ---------------------------------------------------------------------------------------------

@@ -68,9 +68,7 @@ class Constants(TorchFunctionMode):
                 return func(*args, **kwargs)
         before = []
         for tensor in _tensors(args, kwargs):
-            if tensor.is_leaf:
-                continue
-            base = base_of(tensor)
+            base = base_of(tensor)  # of the view itself autograd may refuse to tell, if it was made under `no_grad`
             node = base.grad_fn
             if node is None:  # a leaf's: nothing is rebuilt
                 continue
@@ -107,7 +105,7 @@ class Constants(TorchFunctionMode):
         if len(args) > 1 and isinstance(args[1], (int, float)):
             self._note(out, operand=args[1], swapped=_SUMS[func])
         elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
-            without = [i for i in (0, 1) if not args[i].requires_grad]
+            without = [i for i in (0, 1) if isinstance(args[i], torch.Tensor) and not args[i].requires_grad]
             if len(without) == 1:  # a mask, which the node does not know
                 self._note(out, operand=args[without[0]], swapped=without == [0])
         return out

@@ -202,12 +202,7 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self.notes.is_result(base):
-            spot = self._grade, self._count, node.name()
-            if self._sites.is_barren(spot):
-                return None
             found = self.rebuilt(node, output, 0)
-            if self._applies:
-                self._sites.searched(spot, found=found is not None)
         if found is None or isinstance(found, Kept) or found.grade > self._grade:
             return None
         return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
@@ -272,6 +267,8 @@ class LeanSaves:
             return None
         if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `Node.saved`
             return None
+        if entry.needs_first and self._leads_nowhere(node):
+            return None
         try:
             view = Node(self, node, depth)
             made: Made | None = entry.make(view)
@@ -303,6 +300,23 @@ class LeanSaves:
         )
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
+
+    def _leads_nowhere(self, node: Any) -> bool:
+        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
+        while True:
+            key = node, _ = node.next_functions[0]
+            if node is None or key in self._values:
+                return self._values.get(key) is None
+            name: str = node.name()
+            entry = TABLE.get(name)
+            if entry is None:
+                return name != _LEAF
+            if node._sequence_nr() < self._start:  # somebody else's
+                return True
+            if entry.grade > self._grade:
+                return not self.in_scores
+            if not entry.needs_first:
+                return False
 
 
 _LEAF = "torch::autograd::AccumulateGrad"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,6 @@ class Place(NamedTuple):
     recipe: int
 
 
-Spot = tuple[int, int, str]
-"""A grade of lean saves, and a place's number and operation."""
-BARREN_AFTER = 4
-"""Searches at a spot without a recipe, and none with one, after which nothing is looked for any more."""
-
-
 @dataclass
 class Sites:
     """What is known about the places of one unit, over all steps.
@@ -42,15 +35,6 @@ class Sites:
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
-    _misses: dict[Spot, float] = field(default_factory=dict)
-
-    def is_barren(self, spot: Spot) -> bool:
-        """Whether no recipe is to be expected: to look for one takes longer than all else that is done for a tensor."""
-        return self._misses.get(spot, 0) >= BARREN_AFTER
-
-    def searched(self, spot: Spot, *, found: bool) -> None:
-        """A recipe was looked for. A spot that ever has one, in one of several ways to call a unit, is never barren."""
-        self._misses[spot] = -inf if found else self._misses.get(spot, 0) + 1
 
 
 class References:

@@ -11,7 +11,7 @@ from lightning_mimose.actions.lean import masks
 from lightning_mimose.actions.lean.handles import Handle, Kept, View
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import TABLE, Entry, Made, Node
-from lightning_mimose.actions.lean.sites import BARREN_AFTER, Sites
+from lightning_mimose.actions.lean.sites import Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 
 
@@ -123,44 +123,3 @@ def test_the_first_version_of_what_is_kept_counts() -> None:
     assert not kept.is_intact
     with pytest.raises(RuntimeError, match=r"is at version 2; expected version 1"):
         kept.value()
-
-
-class Looked:
-    """A recipe for sines that counts how often it is asked for; without one for those that are `hopeless`."""
-
-    def __init__(self) -> None:
-        self.times, self.hopeless = 0, True
-
-    def __call__(self, node: Node) -> Made | None:
-        """See `table.TABLE`."""
-        self.times += 1
-        return None if self.hopeless else Made(torch.sin, (node.saved("self"),), 1.0)
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    """In the table."""
-    entry = Looked()
-    monkeypatch.setitem(TABLE, "SinBackward0", Entry(1, entry))
-    return entry
-
-
-def test_where_nothing_is_ever_found_nothing_is_looked_for(looked: Looked) -> None:
-    """After some calls, of the same grade; the tensor is kept and what is computed is the same."""
-    given, sites = [torch.randn(33, 47, requires_grad=True) for _ in range(2)], Sites()
-    plain = Pass(function, given, None)
-    for _ in range(20):
-        lean = Pass(function, given, EVERYTHING, sites=sites)
-        assert same_bits(lean.bits, plain.bits)
-        assert lean.alive == [True]
-    assert looked.times == BARREN_AFTER
-    Pass(function, given, 1, sites=sites)
-    assert looked.times == BARREN_AFTER + 1
-
-
-def test_one_of_two_ways_to_call_a_unit_spoils_nothing_for_the_other(looked: Looked) -> None:
-    """Where one of them has a recipe for the tensor, it is looked for in every call."""
-    given, sites = [torch.randn(33, 47, requires_grad=True) for _ in range(2)], Sites()
-    for number in range(20):
-        looked.hopeless = number % 2 == 0
-        assert Pass(function, given, EVERYTHING, sites=sites).alive == [looked.hopeless]

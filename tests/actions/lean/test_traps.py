@@ -560,3 +560,24 @@ def test_long_chains_are_kept(operation: Callable[[torch.Tensor], torch.Tensor])
             y = operation(y)
         out = y.sin().sum()
     assert torch.equal(torch.autograd.grad(out, x)[0], 2 * torch.cos(2 * x))
+
+
+def test_a_slice_that_was_written_under_no_grad() -> None:
+    """Autograd refuses to tell anything of a view that was made there and written since; nobody has to ask."""
+
+    def function(watch: Any, x: Tensor, w: Tensor) -> Tensor:
+        h = x.sin()
+        with torch.no_grad():
+            h[:, :8] += 1
+        return watch(torch.tanh(h.relu())) * w
+
+    assert_same(function, matrix(), matrix())
+
+
+def test_a_number_may_come_first_in_a_sum() -> None:
+    """`torch.add` takes it, as other functions do."""
+
+    def function(watch: Any, x: Tensor, w: Tensor) -> Tensor:
+        return watch(torch.tanh(torch.add(1, x.sin()))) * torch.add(2.5, w.exp())
+
+    assert_same(function, matrix(), matrix())

@@ -62,7 +62,7 @@ def _glu(node: Node) -> Made:
 
 def _of_input(name: str, function: Callable[..., Tensor], work: float) -> None:
     """For operations that save their own result."""
-    recipe(name)(lambda node: Made(function, (node.edge(0),), work, takes_out=True))
+    recipe(name, needs_first=True)(lambda node: Made(function, (node.edge(0),), work, takes_out=True))
 
 
 def _relu(x: Tensor, out: Tensor | None = None) -> Tensor:

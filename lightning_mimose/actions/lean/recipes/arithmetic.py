@@ -58,7 +58,7 @@ def _rsub(node: Node) -> Made:
     return Made(partial(torch.rsub, alpha=node.raw._saved_alpha), (node.edge(0), node.edge(1)), LIGHT)
 
 
-@recipe("RsubBackward1")
+@recipe("RsubBackward1", needs_first=True)
 def _rsub_from_number(node: Node) -> Made | None:
     alpha, number = node.raw._saved_alpha, node.constant("operand")
     if number is None:
@@ -66,12 +66,12 @@ def _rsub_from_number(node: Node) -> Made | None:
     return Made(lambda x: torch.rsub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
 
 
-@recipe("ToCopyBackward0")
+@recipe("ToCopyBackward0", needs_first=True)
 def _to(node: Node) -> Made:
     return Made(lambda x, dtype=node.dtype: x.to(dtype, copy=True), (node.edge(0),), LIGHT, gives_away=True)
 
 
-@recipe("MeanBackward1")
+@recipe("MeanBackward1", needs_first=True)
 def _mean(node: Node) -> Made:
     dims = [signed(dim) for dim in node.raw._saved_dim]
     x, keepdim = node.edge(0), node.raw._saved_keepdim

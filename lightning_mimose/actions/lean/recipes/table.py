@@ -104,21 +104,25 @@ class Entry(NamedTuple):
     Attributes:
         grade: The least grade of lean saves that has it.
         make: Makes the recipe.
+        needs_first: Whether nothing can be made without the value of the first input.
     """
 
     grade: int
     make: Callable[[Node], Made | None]
+    needs_first: bool = False
 
 
 TABLE: dict[str, Entry] = {}
 
 
-def recipe(*names: str, grade: int = ELEMENTWISE) -> Callable[[Callable[[Node], Made | None]], Any]:
+def recipe(
+    *names: str, grade: int = ELEMENTWISE, needs_first: bool = False
+) -> Callable[[Callable[[Node], Made | None]], Any]:
     """Enter a recipe for nodes of some names, see `Entry`."""
 
     def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
         for name in names:
-            TABLE[name] = Entry(grade, make)
+            TABLE[name] = Entry(grade, make, needs_first)
         return make
 
     return enter

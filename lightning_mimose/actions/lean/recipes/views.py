@@ -15,40 +15,40 @@ from lightning_mimose.actions.lean.recipes.table import (
 )
 
 
-@recipe("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+@recipe("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", needs_first=True)
 def _view(node: Node) -> Made:
     return Made(lambda x, shape=node.shape: x.view(shape), (node.edge(0),), VIEW, gives_away=True)
 
 
-@recipe("ExpandBackward0")
+@recipe("ExpandBackward0", needs_first=True)
 def _expand(node: Node) -> Made:
     return Made(lambda x, shape=node.shape: x.expand(shape), (node.edge(0),), VIEW)
 
 
-@recipe("TransposeBackward0")
+@recipe("TransposeBackward0", needs_first=True)
 def _transpose(node: Node) -> Made:
     dims = signed(node.raw._saved_dim0), signed(node.raw._saved_dim1)
     return Made(lambda x: x.transpose(*dims), (node.edge(0),), VIEW)
 
 
-@recipe("TBackward0")
+@recipe("TBackward0", needs_first=True)
 def _t(node: Node) -> Made:
     return Made(torch.t, (node.edge(0),), VIEW)
 
 
-@recipe("PermuteBackward0")
+@recipe("PermuteBackward0", needs_first=True)
 def _permute(node: Node) -> Made:
     dims = [signed(dim) for dim in node.raw._saved_dims]
     return Made(lambda x: x.permute(dims), (node.edge(0),), VIEW)
 
 
-@recipe("UnsqueezeBackward0")
+@recipe("UnsqueezeBackward0", needs_first=True)
 def _unsqueeze(node: Node) -> Made:
     dim = signed(node.raw._saved_dim)
     return Made(lambda x: x.unsqueeze(dim), (node.edge(0),), VIEW, gives_away=True)
 
 
-@recipe("SliceBackward0")
+@recipe("SliceBackward0", needs_first=True)
 def _slice(node: Node) -> Made:
     raw = node.raw
     window = slice(signed(raw._saved_start), signed(raw._saved_end), raw._saved_step)
@@ -61,7 +61,7 @@ def _slice(node: Node) -> Made:
     return Made(cut, (node.edge(0),), VIEW)
 
 
-@recipe("CloneBackward0")
+@recipe("CloneBackward0", needs_first=True)
 def _clone(node: Node) -> Made:
     # `contiguous()`, for all there is to see; a clone that kept other strides is found out by the first comparison.
     return Made(lambda x: x.clone(memory_format=torch.contiguous_format), (node.edge(0),), LIGHT, gives_away=True)
