@@ -231,6 +231,9 @@ class Engine:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has no tensors, or another type than before.
         """
+        if self.ledger.trains_others():  # what their first update will allocate is still to come
+            self.watch(self.ledger.optimizers)
+            self._lessons.verified = 0
         step = self._step = self._decisions.decide(
             batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
         )
@@ -329,6 +332,11 @@ class Engine:
             actions=actions,
             planning_seconds=step.planning_seconds,
         )
+
+    def drop_step(self) -> None:
+        """The step that has begun will not run: another one begins in its place."""
+        if self._step is not None:
+            self._clear(self._step, ran=False)
 
     def abort_step(self) -> None:
         """An exception ended the step: stop measuring and disarm; nothing is learnt from it."""

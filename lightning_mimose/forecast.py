@@ -242,6 +242,7 @@ class Forecast:
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+        self._surplus_bytes = int(self._surplus_bytes * 0.9)  # no planned step may be left to show that less will do
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self._forget_plans()
 
@@ -270,7 +271,8 @@ class Forecast:
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
             self.estimator.prove(size.dims)
-        if abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound):
+        kept = measured_bytes <= self.budget_bytes or missed <= 0
+        if kept and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
             return
         self._forget_plans()
         if self._inputs_die and missed > 0:

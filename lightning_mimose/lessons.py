@@ -185,8 +185,7 @@ class Lessons:
             warnings.warn(
                 f"No unit of {type(self._model).__name__} was called in a step, so nothing can be recomputed. If the "
                 "step runs inside torch.compile, compile each block instead (block.compile()); if it does not call "
-                "the modules themselves, name those that it calls by units=; if it calls them inside a "
-                "torch.utils.checkpoint of your own, take that out.",
+                "the modules themselves, name those that it calls by units=.",
                 stacklevel=5,
             )
 

@@ -10,7 +10,7 @@ trade behind Chen et al.'s sqrt(n) segments (arXiv 1604.06174), on the module tr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import getattr_static
@@ -147,7 +147,8 @@ def _is_candidate(module: nn.Module) -> bool:
 
 def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
     wanted: set[str] = set()
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    listed = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):
         names = [patterns] if isinstance(patterns, str) else ["encoder.layer.*"]
         raise UnitsError(f"units={patterns!r} was asked for; it is a list of patterns, as units={names!r}.")
     for pattern in patterns:

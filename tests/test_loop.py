@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -388,6 +389,42 @@ def test_a_batch_without_tensors_is_a_size_error() -> None:
             mimose.step({"text": "words"})
         mimose.step(text_batch())
         assert len(mimose.records) == 1
+
+
+class Growing(nn.Module):
+    """One batch makes twice as much as all others of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4))
+        self.odd = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(torch.cat([x, x]) if self.odd else x)[: len(x)]
+        return x
+
+
+def test_one_odd_batch_does_not_shelter_all_that_follow() -> None:
+    """What is kept free since it broke the budget shrinks, also while no plan leaves that much."""
+    model, x = Growing(), torch.randn(512, 64)
+    peaks = []
+    for _ in range(2):
+        with PeakMeter(model, None, x) as meter:
+            model(x).square().mean().backward()
+        peaks.append((meter.peak_bytes, meter.resident_bytes))
+    peak, resident = peaks[-1]
+    budget = resident + int(0.6 * (peak - resident))
+    with (
+        warnings.catch_warnings(),
+        Mimose(model, budget=budget, loss_fn=lambda model, batch: model(batch).square().mean()) as mimose,
+    ):
+        warnings.simplefilter("ignore")
+        for i in range(40):
+            model.odd = i == 3
+            mimose.step(x)
+        assert mimose.records[3].measured_peak_bytes > budget
+        assert not all(record.sheltered for record in list(mimose.records)[-10:])
 
 
 @pytest.mark.parametrize("empty", [0, 1, 3])

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bench.large import LARGE
@@ -132,7 +133,7 @@ def rows(
             "menu": "plain",
             "budget share": "1",
             "added time": round(added[CONTROL].time, 4),
-            "give or take": round(added[CONTROL].time_error, 4),
+            "give or take": added[CONTROL].time_error,
             "added processor time": round(added[CONTROL].processor_time, 4),
         }
         for (menu, share), runner in runners.items():
@@ -156,7 +157,7 @@ def rows(
             }
             if runner.error is None:
                 row["added time"] = round(added[menu, share].time, 4)
-                row["give or take"] = round(added[menu, share].time_error, 4)
+                row["give or take"] = added[menu, share].time_error
                 row["added processor time"] = round(added[menu, share].processor_time, 4)
                 drawn.append((menu, share, added[menu, share].time))
             yield row
@@ -169,12 +170,12 @@ class Added(NamedTuple):
     Attributes:
         time: By the clock.
         processor_time: Of the training thread's processor: the less disturbed by what else runs.
-        time_error: Standard error of `time`.
+        time_error: Standard error of `time`; None if every step had one turn only.
     """
 
     time: float
     processor_time: float
-    time_error: float
+    time_error: float | None
 
 
 LAPS = 2
@@ -195,23 +196,28 @@ def laps(runner: Runner, batch: Batch, seed: int, *, plain: bool = False) -> lis
 def timed(everyone: Mapping[K, Runner], batches: Sequence[Batch], repeats: int) -> dict[K, Added]:
     """What each runner's steps add to plain ones of its own, over all batches; kept calls are patched in both."""
     order = random.Random(0)
-    medians = {key: np.zeros((2, 2)) for key in everyone}  # added and plain, by both clocks
-    variances = dict.fromkeys(everyone, 0.0)
+    # Stepped and plain, batch, turn, lap, both clocks.
+    seconds = {key: np.zeros((2, len(batches), repeats, LAPS, 2)) for key in everyone}
     for index, batch in enumerate(batches):
-        turns: dict[K, dict[bool, list[tuple[float, float]]]] = {key: {True: [], False: []} for key in everyone}
-        for _ in range(repeats):
+        for turn in range(repeats):
             for key, runner in order.sample(list(everyone.items()), len(everyone)):
-                for plain in order.sample((True, False), 2):
-                    turns[key][plain] += laps(runner, batch, index, plain=plain)
-        for key, found in turns.items():
-            plain_seconds, stepped = np.array(found[True]), np.array(found[False])
-            added = stepped - plain_seconds
-            medians[key] += np.median([added, plain_seconds], axis=1)
-            variances[key] += np.pi / 2 * np.var(added[:, 0], ddof=1) / len(added)  # of a median, were it normal
-    return {
-        key: Added(*(added / plain).tolist(), float(np.sqrt(variances[key]) / plain[0]))
-        for key, (added, plain) in medians.items()
-    }
+                for plain in order.sample((0, 1), 2):
+                    seconds[key][plain, index, turn] = laps(runner, batch, index, plain=bool(plain))
+    return {key: _added(*found) for key, found in seconds.items()}
+
+
+def _added(stepped: NDArray[np.float64], plain: NDArray[np.float64]) -> Added:
+    """From seconds of steps and of plain ones beside them: shape (batches, turns, laps, clocks)."""
+    added = np.median(stepped - plain, axis=(1, 2)).sum(0)
+    whole = np.median(plain, axis=(1, 2)).sum(0)
+    ratio = added / whole
+    turns = plain.shape[1]
+    if turns < 2:
+        return Added(*ratio.tolist(), None)
+    # Laps of a turn share what disturbs it. The factor is a median's, of what is spread normally.
+    spread = (stepped - plain - ratio * plain)[..., 0].mean(2)
+    variance = np.pi / 2 * spread.var(axis=1, ddof=1) / turns
+    return Added(*ratio.tolist(), round(float(np.sqrt(variance.sum()) / whole[0]), 4))
 
 
 def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:

@@ -62,7 +62,7 @@ def rows(
                 "model": name,
                 "action": action,
                 "added time": round(added[action].time, 4),
-                "give or take": round(added[action].time_error, 4),
+                "give or take": added[action].time_error,
                 "added processor time": round(added[action].processor_time, 4),
                 "of recomputing, measured": _share(added[action].processor_time, recomputing),
                 "of recomputing, charged": _share(charged, recompute),

@@ -17,6 +17,9 @@ from lightning_mimose.predict.timeline import Timeline
 LEAST_SECONDS = 2.0
 """How long to look for a plan that fits before refusing a batch."""
 
+ASK_AGAIN_SHARE = 0.002
+"""By how much more room there has to be for a plan that was not found to be looked for once more."""
+
 SAVERS = 8
 """How many of the most saving plans are remembered."""
 
@@ -61,7 +64,8 @@ class Planner:
         self._answers = PlanCache(capacity=64)
         self.scheduler = Scheduler(planner)
         self._savers: tuple[Plan, ...] = ()
-        self._asked: set[tuple[Hashable, int]] = set()
+        self._asked: dict[tuple[Hashable, int], int] = {}
+        """For what, and under which budget -> the most bytes that a plan was looked for in beside the training."""
 
     def forget(self) -> None:
         """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
@@ -107,8 +111,9 @@ class Planner:
         plan = self._quick(menu, most_bytes, margin_bytes, known, better)
         infeasible = False
         if plan is None and can_wait and self.scheduler.planner == "auto":
-            if (key, budget_bytes) not in self._asked and least_peak_bound(menu) <= most_bytes:
-                self._asked.add((key, budget_bytes))
+            asked = self._asked.get((key, budget_bytes), 0)
+            if most_bytes > asked * (1 + ASK_AGAIN_SHARE) and least_peak_bound(menu) <= most_bytes:
+                self._asked[key, budget_bytes] = most_bytes
                 self.scheduler.beside(partial(self._find_saver, menu, most_bytes, margin_bytes))
             return Answer(None, False)
         if plan is None:

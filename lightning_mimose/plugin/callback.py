@@ -306,7 +306,7 @@ class MimoseCallback(Callback):
         begin, self._begin = self._begin, None
         if self._engine is not None:
             if begin is not None and self._engine.ledger.trains_others():
-                self._engine.abort_step()
+                self._engine.drop_step()
                 begin()
             self._engine.begin_forward()
 

@@ -231,21 +231,20 @@ class Estimator:
         return all(other.calls_made <= latest.calls_made for other in self._paths(_names(key)))
 
     def seconds_per_operation(self) -> float:
-        """Rate of recomputation on this device, over all regions of a batch; a guess before.
+        """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.
 
-        Of the batch for which it was the fastest: recomputations are measured beside a profiler and modes that count,
-        which take as long for the operations of a small batch as for those of a large one.
+        Recomputations are measured beside a profiler and modes that count, which take as long for the operations of a
+        small batch as for those of a large one.
         """
         if self._rate is None:
-            rates = []
+            seconds = operations = 0.0
             for structure, known in self._observed.items():
                 regions = [call for call in structure.calls if call.region]
-                for values in known.values():
-                    seconds = float(values[[call.seconds for call in regions]].sum())
-                    operations = float(values[[c for call in regions for c in (call.flops, call.besides)]].sum())
-                    if seconds and operations:
-                        rates.append(seconds / operations)
-            self._rate = min(rates, default=1e-11)
+                work = [column for call in regions for column in (call.flops, call.besides)]
+                largest = max(known.values(), key=lambda values: values[work].sum())
+                seconds += float(largest[[call.seconds for call in regions]].sum())
+                operations += float(largest[work].sum())
+            self._rate = seconds / operations if operations and seconds else 1e-11
         return self._rate
 
     def state_dict(self) -> dict[str, Any]:

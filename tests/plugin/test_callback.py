@@ -7,6 +7,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from lightning_mimose import (
 from lightning_mimose.metering import VERIFIED_STEPS
 from lightning_mimose.plugin import callback as module
 from tests.helpers.fits import batches, condition, run, same
+from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Task, TinyText, loader, quiet_trainer, text_batch
 
 
@@ -411,6 +413,29 @@ def test_layers_that_the_module_unfreezes_in_its_own_hook_are_learnt_at_once() -
     assert [record.sheltered for record in callback.records][11:13] == [False, True]
     assert max(budgeted.peaks) <= plain.budget(0.6)
     assert same(plain.weights(), budgeted.weights())
+
+
+def test_optimizer_state_of_what_is_unfrozen_in_mid_epoch_is_reserved() -> None:
+    """Before the first update makes it: it may be larger than all activations."""
+
+    class Unfreezing(Task):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 6:
+                self.requires_grad_(True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    peaks = []
+    for callback in ([], [MimoseCallback("9MB")]):
+        meter = MeterCallback()
+        task = Unfreezing(TinyText(vocabulary=20_000))
+        task.model.embed.requires_grad_(False)  # type: ignore[union-attr]
+        with pytest.raises(BudgetInfeasibleError, match="update alone needs") if callback else nullcontext():
+            quiet_trainer(meter, *callback).fit(task, loader(batches(count=9)))
+        peaks.append(meter.peaks)
+    assert max(peaks[0]) > 9e6 > max(peaks[0][:6])
+    assert max(peaks[1]) <= 9e6
 
 
 def test_a_model_that_is_pruned_in_mid_run_is_learnt_again() -> None:

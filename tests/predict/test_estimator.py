@@ -353,14 +353,14 @@ def test_the_rate_of_recomputation_is_the_measured_one() -> None:
 
 
 def test_what_measuring_takes_is_no_part_of_the_rate() -> None:
-    """A small batch's operations take longer beside a meter, each."""
+    """A small batch's operations take longer beside a meter, each: the largest batch decides."""
     estimator = Estimator()
     for size, seconds, operations in (text(2)[0], 1.1, 1e8), (text(8)[0], 2.0, 1e9), (text(16)[0], 5.0, 2e9):
         values = real().values.copy()
         for call in structure().calls:
             values[[call.seconds, call.flops, call.besides]] = (seconds, operations, 0.0)
         estimator.add(size, structure(), values)
-    assert estimator.seconds_per_operation() == pytest.approx(2e-9)
+    assert estimator.seconds_per_operation() == pytest.approx(2.5e-9)
 
 
 def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
