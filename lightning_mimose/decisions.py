@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
+from lightning_mimose.budget import format_bytes
 from lightning_mimose.consensus import Consensus
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
@@ -60,6 +63,32 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
 
+    def reserve(self, optimizers: Sequence[Optimizer]) -> None:
+        """Name the optimizers; what the first update of what is trained will allocate is reserved from now on.
+
+        Raises:
+            BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
+        """
+        self._update.watch(optimizers)
+        ledger, cost = self._ledger, self._update.cost
+        lasting = ledger.lasting_bytes()
+        parts = (
+            f"parameters, buffers and state {format_bytes(lasting)}, gradients "
+            f"{format_bytes(ledger.gradient_capacity_bytes)}, state still to come "
+            f"{format_bytes(cost.state_bytes)}, temporaries {format_bytes(cost.transient_bytes)}"
+        )
+        least = self._update.peak_bytes(lasting)
+        if self._tenancy is not None:
+            self._tenancy.settle(least - cost.transient_bytes)
+        self.refuse_together(self._refuser.update(lasting, ledger.gradient_bytes, least, parts))
+
+    def refuse_together(self, error: BudgetInfeasibleError | None) -> None:
+        """Raise an error, on all ranks of a sharded model if one of them has one."""
+        if self.agreement is not None:
+            self.agreement.refuse_together(error)
+        elif error is not None:
+            raise error
+
     def decide(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
         """The step of a batch, see `Engine.begin_step`."""
         began = time.perf_counter()
@@ -69,9 +98,11 @@ class Decisions:
         size = advisor.tracker.observe(batch)
         ledger.count_gradients()
         if ledger.trained is not self._trained:
-            if self._trained not in (None, ledger.trained):
+            before, self._trained = self._trained, ledger.trained
+            if before not in (None, ledger.trained):
                 advisor.forget()
-            self._trained = ledger.trained
+                advisor.verified = 0
+                self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
         lasting = ledger.lasting_bytes() + data
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped

@@ -25,7 +25,7 @@ from lightning_mimose.advice import Advice
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.attachment import Attachment
-from lightning_mimose.budget import device_memory, format_bytes, parse_budget
+from lightning_mimose.budget import device_memory, parse_budget
 from lightning_mimose.decisions import Decisions
 from lightning_mimose.dims import dims_text
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
@@ -188,24 +188,7 @@ class Engine:
         Raises:
             BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
         """
-        self._update.watch(optimizers)
-        lasting, cost = self.ledger.lasting_bytes(), self._update.cost
-        parts = (
-            f"parameters, buffers and state {format_bytes(lasting)}, gradients "
-            f"{format_bytes(self.ledger.gradient_capacity_bytes)}, state still to come "
-            f"{format_bytes(cost.state_bytes)}, temporaries {format_bytes(cost.transient_bytes)}"
-        )
-        least = self._update.peak_bytes(lasting)
-        if self.tenancy is not None:
-            self.tenancy.settle(least - cost.transient_bytes)
-        self._refuse_together(self._refuser.update(lasting, self.ledger.gradient_bytes, least, parts))
-
-    def _refuse_together(self, error: BudgetInfeasibleError | None) -> None:
-        """Raise an error, on all ranks of a sharded model if one of them has one."""
-        if self.agreement is not None:
-            self.agreement.refuse_together(error)
-        elif error is not None:
-            raise error
+        self._decisions.reserve(optimizers)
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -231,15 +214,12 @@ class Engine:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has no tensors, or another type than before.
         """
-        if self.ledger.trains_others():  # what their first update will allocate is still to come
-            self.watch(self.ledger.optimizers)
-            self._lessons.verified = 0
         step = self._step = self._decisions.decide(
             batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
         )
         self._arm(step)
         if self.tenancy is not None and not self.tenancy.begin(step, self._update.rest_bytes(step.resident)):
-            self._clear(step, ran=False)
+            self.drop_step()
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
@@ -373,7 +353,7 @@ class Engine:
         except BudgetInfeasibleError as found:
             error = found
         if step.sheltered:
-            self._refuse_together(error)
+            self._decisions.refuse_together(error)
 
     # --- running a step again ---------------------------------------------------------------------------------
 

@@ -25,6 +25,10 @@ MINIMUM_UNIT_SHARE = 1e-4
 """Units that save less than this share of the activation peak are left alone."""
 MISSED_SHARE = 0.008
 """A planned step that misses its prediction by more says that the fit is not what it seemed."""
+UNRELATED_SHARE = 0.25
+"""By how much a planned step may be below its prediction for that to have held, more or less."""
+SURPLUS_LEFT = 0.9
+"""What is left of the bytes that a step was above its prediction, with each step that does without them."""
 OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 SEVERAL_PASSES_ERROR = 0.02
@@ -81,6 +85,8 @@ class Forecast:
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)
         self._surplus_bytes = 0
+        self.verified = 0
+        """Planned steps in a row whose prediction held, more or less."""
         self._inputs_die: bool | None = None
         self._largest_allocated_bytes = 0
         self._fragmentation_bytes = 0
@@ -242,7 +248,8 @@ class Forecast:
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
-        self._surplus_bytes = int(self._surplus_bytes * 0.9)  # no planned step may be left to show that less will do
+        # No planned step may be left to show that less will do.
+        self._surplus_bytes = int(self._surplus_bytes * SURPLUS_LEFT)
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self._forget_plans()
 
@@ -262,7 +269,12 @@ class Forecast:
         if missed > 0:
             self._surplus_bytes = max(missed, self._surplus_bytes)
         else:
-            self._surplus_bytes = int(self._surplus_bytes * 0.9)
+            self._surplus_bytes = int(self._surplus_bytes * SURPLUS_LEFT)
+        # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
+        if missed > MISSED_SHARE * predicted_bytes:
+            self.verified = 0
+        elif -missed < UNRELATED_SHARE * predicted_bytes:
+            self.verified += 1
         prediction = self.estimator.predict(dict(size.dims))
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
@@ -271,8 +283,8 @@ class Forecast:
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
             self.estimator.prove(size.dims)
-        kept = measured_bytes <= self.budget_bytes or missed <= 0
-        if kept and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
+        broken = missed > 0 and measured_bytes > self.budget_bytes
+        if not broken and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
             return
         self._forget_plans()
         if self._inputs_die and missed > 0:

@@ -11,7 +11,6 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.advice import with_reserve
 from lightning_mimose.advisor import Advisor
 from lightning_mimose.budget import format_bytes
-from lightning_mimose.forecast import MISSED_SHARE
 from lightning_mimose.hints import attention_hint, size_hint, update_hint
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import ResidentLedger
@@ -26,9 +25,6 @@ UNMEASURED_STEPS = 3
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
-UNRELATED_SHARE = 0.25
-"""By how much a peak may be below its prediction for that to count as one."""
-
 
 class Lessons:
     """Learns from the steps of one model.
@@ -40,9 +36,6 @@ class Lessons:
         ledger: What is resident.
         update: What updates need.
         refuser: Refuses what broke the budget under the most saving plan.
-
-    Attributes:
-        verified: Planned steps that were compared with their predictions.
     """
 
     def __init__(
@@ -58,7 +51,11 @@ class Lessons:
         self._ledger, self._update, self._refuser = ledger, update, refuser
         self._warned = self._unreached = self._told_apart = False
         self._unmeasured = self._learnt = 0
-        self.verified = 0
+
+    @property
+    def verified(self) -> int:
+        """Planned steps in a row whose prediction held, more or less."""
+        return self._advisor.verified
 
     def of_backward(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept.
@@ -140,11 +137,6 @@ class Lessons:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)
             advisor.verify(step.size, step.resident, plan, predicted, whole)
-            # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
-            if whole > (1 + MISSED_SHARE) * predicted:
-                self.verified = 0
-            elif whole > (1 - UNRELATED_SHARE) * predicted:
-                self.verified += 1
         if plan is not None and predicted is None and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:

@@ -103,18 +103,20 @@ class _Layout:
         return [group[0] for group in self.groups if self.low[group[0]] < self.high[group[0]]]
 
 
-def check_size_fn(size_fn: Any) -> Any:
-    """The function, or None.
+def check_size_fn(size_fn: object) -> None:
+    """Check what is to read sizes.
 
     Raises:
-        SizeError: It is no function.
+        SizeError: It is neither a function nor None.
+
+    Example:
+        >>> check_size_fn(len)
     """
     if size_fn is not None and not callable(size_fn):
         raise SizeError(
             f"size_fn={size_fn!r} was asked for; it is a function from a batch to an int or to named dimensions, as "
             "size_fn=lambda batch: batch['input_ids'].shape[1]."
         )
-    return size_fn
 
 
 class SizeTracker:
@@ -143,7 +145,8 @@ class SizeTracker:
             size_fn: Reads the size in place of `raw_dims`: from a batch to an int, which is then called "size", or to a
                 mapping of names to ints.
         """
-        self.size_fn = check_size_fn(size_fn)
+        check_size_fn(size_fn)
+        self.size_fn = size_fn
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[_Layout] = []
         self._index: dict[frozenset[str], int] = {}

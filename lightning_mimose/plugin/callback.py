@@ -100,9 +100,10 @@ class MimoseCallback(Callback):
         check_actions(actions)
         check_choices(on_infeasible, on_oom)
         check_planner(planner)
+        check_size_fn(size_fn)
         self.budget = budget
         self.units = units
-        self.size_fn = check_size_fn(size_fn)
+        self.size_fn = size_fn
         self.actions = actions
         self.planner = planner
         self.on_infeasible = on_infeasible

@@ -191,10 +191,8 @@ class Report:
 
     def __str__(self) -> str:
         if not self.aggregates.steps:
-            return (
-                plain([self._title(())])
-                + "\nNo training step was recorded in this process. Call report() after some steps."
-            )
+            none = "No training step was recorded in this process. Call report() after some steps."
+            return f"{plain([self._title(())])}\n{none}"
         return plain(self._tables())
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[RichTable | str]:

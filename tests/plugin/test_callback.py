@@ -431,11 +431,13 @@ def test_optimizer_state_of_what_is_unfrozen_in_mid_epoch_is_reserved() -> None:
         meter = MeterCallback()
         task = Unfreezing(TinyText(vocabulary=20_000))
         task.model.embed.requires_grad_(False)  # type: ignore[union-attr]
-        with pytest.raises(BudgetInfeasibleError, match="update alone needs") if callback else nullcontext():
+        with pytest.raises(BudgetInfeasibleError, match="update alone needs") if callback else nullcontext() as refused:
             quiet_trainer(meter, *callback).fit(task, loader(batches(count=9)))
         peaks.append(meter.peaks)
     assert max(peaks[0]) > 9e6 > max(peaks[0][:6])
     assert max(peaks[1]) <= 9e6
+    assert refused is not None
+    assert refused.value.smallest_feasible_bytes >= max(peaks[0])
 
 
 def test_a_model_that_is_pruned_in_mid_run_is_learnt_again() -> None:
