@@ -34,6 +34,9 @@ MENUS: dict[str, list[str] | None] = {"all": None, "recompute": ["recompute"], "
 Key = tuple[str, float]
 K = TypeVar("K", bound=Hashable)
 CONTROL = ("plain", 1.0)
+COLUMNS = ("added time", "give or take", "added processor time")
+LAPS = 2
+"""Steps of a turn that count."""
 
 
 class Runner:
@@ -132,9 +135,7 @@ def rows(
             "model": name,
             "menu": "plain",
             "budget share": "1",
-            "added time": round(added[CONTROL].time, 4),
-            "give or take": added[CONTROL].time_error,
-            "added processor time": round(added[CONTROL].processor_time, 4),
+            **added[CONTROL].columns(),
         }
         for (menu, share), runner in runners.items():
             planned = plans[menu, share]
@@ -142,9 +143,7 @@ def rows(
                 "model": name,
                 "menu": menu,
                 "budget share": f"{share}",
-                "added time": None,
-                "give or take": None,
-                "added processor time": None,
+                **(added[menu, share].columns() if runner.error is None else dict.fromkeys(COLUMNS)),
                 "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured[menu, share]),
                 "highest peak": round(max(measured[menu, share]) / (runner.budget_bytes or 1), 4)
                 if measured[menu, share]
@@ -156,9 +155,6 @@ def rows(
                 "refused": "yes" if runner.error is not None else "",
             }
             if runner.error is None:
-                row["added time"] = round(added[menu, share].time, 4)
-                row["give or take"] = added[menu, share].time_error
-                row["added processor time"] = round(added[menu, share].processor_time, 4)
                 drawn.append((menu, share, added[menu, share].time))
             yield row
         _draw(name, drawn, results / f"frontier-{name}.png")
@@ -177,9 +173,12 @@ class Added(NamedTuple):
     processor_time: float
     time_error: float | None
 
-
-LAPS = 2
-"""Steps of a turn that count."""
+    def columns(self) -> dict[str, float | None]:
+        """As tables and JSON have it."""
+        rounded = (
+            None if each is None else round(each, 4) for each in (self.time, self.time_error, self.processor_time)
+        )
+        return dict(zip(COLUMNS, rounded, strict=True))
 
 
 def laps(runner: Runner, batch: Batch, seed: int, *, plain: bool = False) -> list[tuple[float, float]]:
@@ -217,7 +216,7 @@ def _added(stepped: NDArray[np.float64], plain: NDArray[np.float64]) -> Added:
     # Laps of a turn share what disturbs it. The factor is a median's, of what is spread normally.
     spread = (stepped - plain - ratio * plain)[..., 0].mean(2)
     variance = np.pi / 2 * spread.var(axis=1, ddof=1) / turns
-    return Added(*ratio.tolist(), round(float(np.sqrt(variance.sum()) / whole[0]), 4))
+    return Added(*ratio.tolist(), float(np.sqrt(variance.sum()) / whole[0]))
 
 
 def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:

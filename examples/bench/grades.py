@@ -61,9 +61,7 @@ def rows(
             yield {
                 "model": name,
                 "action": action,
-                "added time": round(added[action].time, 4),
-                "give or take": added[action].time_error,
-                "added processor time": round(added[action].processor_time, 4),
+                **added[action].columns(),
                 "of recomputing, measured": _share(added[action].processor_time, recomputing),
                 "of recomputing, charged": _share(charged, recompute),
             }
