@@ -1,6 +1,6 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|frontier|grades|largest|shared|all` from the folder `examples`.
+"""The benchmark: `python -m bench held|used|exact|cheap|frontier|work|grades|largest|shared|all`.
 
-Prints a table for each question and writes JSON, with date and versions, to `bench/results/`.
+From the folder `examples`. Prints a table for each question; writes JSON, with date and versions, to `bench/results/`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, grades, held, largest, shared, used
+from bench import cheap, exact, frontier, grades, held, largest, shared, used, work
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "grades", "largest", "shared")
+QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "work", "grades", "largest", "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated names of workloads")
     parser.add_argument("--steps", type=int, default=20, help="batches per epoch")
     parser.add_argument("--repeats", type=int, default=3, help="frontier, grades: how often each step is timed")
-    parser.add_argument("--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier: budgets, of activation memory")
-    parser.add_argument("--menus", default="all,recompute", help="frontier: which actions plans may use")
+    parser.add_argument(
+        "--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier, work: budgets, of activation memory"
+    )
+    parser.add_argument("--menus", default="all,recompute", help="frontier, work: which actions plans may use")
     parser.add_argument("--parts", default="schedules,cost,compare,largest,kills", help="shared: what to look at")
     parser.add_argument("--kills", type=int, default=200, help="shared: how many trainings are killed")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
@@ -37,25 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()
     torch.set_num_threads(2)
     names = given.models.split(",")
+    large = [name for name in names if name in LARGE]
+    shares, menus = [float(share) for share in given.shares.split(",")], given.menus.split(",")
     makers = {
         "held": lambda: held.rows(names, given.steps),
         "used": lambda: used.rows(names, given.steps),
         "exact": lambda: exact.rows(names),
         "cheap": lambda: cheap.rows(),
         "frontier": lambda: frontier.rows(
-            [n for n in names if n in LARGE],
-            given.steps,
-            given.results,
-            repeats=given.repeats,
-            shares=[float(share) for share in given.shares.split(",")],
-            menus=given.menus.split(","),
+            large, given.steps, given.results, repeats=given.repeats, shares=shares, menus=menus
         ),
+        "work": lambda: work.rows(large, given.steps, given.results, shares=shares, menus=menus),
         "grades": lambda: grades.rows(names, given.steps, repeats=given.repeats),
         "shared": lambda: shared.rows(given.parts, given.kills),
         "largest": lambda: largest.rows(
             [n for n in names if n in ("resnet50", "resnet101")] or ["resnet50", "resnet101"],
             given.repeats,
-            given.menus.split(","),
+            menus,
         ),
     }
     broken = False

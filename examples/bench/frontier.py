@@ -114,50 +114,50 @@ def rows(
     for name in names:
         workload = LARGE[name]
         batches = workload.batches(steps, seed=seed, order="longest first")
-        plain = Runner(workload, None, None)
-        plain.peaks(batches[:2])  # the optimizer's state comes with the first update
-        peaks, resident = plain.peaks(batches)
-        runners = {
-            (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), menu)
-            for menu in menus
-            for share in shares
-        }
-        measured, plans = {}, {}
-        for key, runner in runners.items():
-            for index, batch in enumerate((*batches, *batches)):  # what is learnt, tried and cached comes first
-                runner.step(batch, index % len(batches))
-            measured[key] = runner.peaks(batches)[0] if runner.error is None else []
-            plans[key] = [] if runner.mimose is None else list(runner.mimose.records)[-len(batches) :]
+        plain, runners = prepared(workload, batches, menus, shares)
+        outcomes = {key: outcome(runner, batches) for key, runner in runners.items()}
         able = {key: runner for key, runner in runners.items() if runner.error is None}
         added = timed({CONTROL: plain, **able}, batches, repeats)
-        drawn = []
-        yield {
-            "model": name,
-            "menu": "plain",
-            "budget share": "1",
-            **added[CONTROL].columns(),
-        }
-        for (menu, share), runner in runners.items():
-            planned = plans[menu, share]
-            row = {
-                "model": name,
-                "menu": menu,
-                "budget share": f"{share}",
-                **(added[menu, share].columns() if runner.error is None else dict.fromkeys(COLUMNS)),
-                "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured[menu, share]),
-                "highest peak": round(max(measured[menu, share]) / (runner.budget_bytes or 1), 4)
-                if measured[menu, share]
-                else None,
-                "lean units": round(statistics.mean([r.lean_units for r in planned]), 1) if planned else 0.0,
-                "recomputed units": round(statistics.mean([r.recomputed_units for r in planned]), 1)
-                if planned
-                else 0.0,
-                "refused": "yes" if runner.error is not None else "",
-            }
-            if runner.error is None:
-                drawn.append((menu, share, added[menu, share].time))
-            yield row
-        _draw(name, drawn, results / f"frontier-{name}.png")
+        yield {"model": name, "menu": "plain", "budget share": "1", **added[CONTROL].columns()}
+        for menu, share in runners:
+            found = added.get((menu, share))
+            costs = dict.fromkeys(COLUMNS) if found is None else found.columns()
+            yield {"model": name, "menu": menu, "budget share": f"{share}", **costs, **outcomes[menu, share]}
+        drawn = [(menu, share, added[menu, share].time) for menu, share in able]
+        draw(name, drawn, results / f"frontier-{name}.png", "added time, %")
+
+
+def prepared(
+    workload: Workload, batches: Sequence[Batch], menus: Sequence[str], shares: Sequence[float]
+) -> tuple[Runner, dict[Key, Runner]]:
+    """A plain copy of the model, and one for each menu and budget, whose plans have settled."""
+    plain = Runner(workload, None, None)
+    plain.peaks(batches[:2])  # the optimizer's state comes with the first update
+    peaks, resident = plain.peaks(batches)
+    runners = {
+        (menu, share): Runner(workload, int(resident + share * (max(peaks) - resident)), menu)
+        for menu in menus
+        for share in shares
+    }
+    for runner in runners.values():
+        for index, batch in enumerate((*batches, *batches)):  # what is learnt, tried and cached comes first
+            runner.step(batch, index % len(batches))
+    return plain, runners
+
+
+def outcome(runner: Runner, batches: Sequence[Batch]) -> dict[str, Any]:
+    """What came of a budget: true peaks against it, and what the plans were."""
+    measured, planned = [], []
+    if runner.error is None and runner.mimose is not None:
+        measured = runner.peaks(batches)[0]
+        planned = list(runner.mimose.records)[-len(batches) :]
+    return {
+        "steps over": sum(peak > (runner.budget_bytes or 0) for peak in measured),
+        "highest peak": round(max(measured) / (runner.budget_bytes or 1), 4) if measured else None,
+        "lean units": round(statistics.mean([r.lean_units for r in planned]), 1) if planned else 0.0,
+        "recomputed units": round(statistics.mean([r.recomputed_units for r in planned]), 1) if planned else 0.0,
+        "refused": "yes" if runner.error is not None else "",
+    }
 
 
 class Added(NamedTuple):
@@ -219,8 +219,8 @@ def _added(stepped: NDArray[np.float64], plain: NDArray[np.float64]) -> Added:
     return Added(*ratio.tolist(), float(np.sqrt(variance.sum()) / whole[0]))
 
 
-def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> None:
-    """Budget against added time, a curve for each menu."""
+def draw(name: str, points: Sequence[tuple[str, float, float]], path: Path, label: str) -> None:
+    """Budget against what is added (a share), a curve for each menu."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -230,7 +230,7 @@ def _draw(name: str, points: Sequence[tuple[str, float, float]], path: Path) -> 
         if curve:
             axes.plot(*zip(*curve, strict=True), marker="o", color=colour, label=menu)
     axes.set_xlabel("budget, % of the activation memory of the largest batch")
-    axes.set_ylabel("added time, %")
+    axes.set_ylabel(label)
     axes.set_title(f"{name}: what a budget costs, by the actions allowed")
     axes.invert_xaxis()
     axes.grid(alpha=0.3)
