@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.structure import Resident
-from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.predict.timeline import KEEP, Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
 
 MINIMUM_UNIT_SHARE = 1e-4
@@ -47,7 +48,7 @@ KNOWN_VIEWS = 8
 """Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 
 class Forecast:
@@ -87,7 +88,7 @@ class Forecast:
         self._surplus_bytes = 0
         self.verified = 0
         """Planned steps in a row whose prediction held, more or less."""
-        self._inputs_die: bool | None = None
+        self._fates = Fates()
         self._largest_allocated_bytes = 0
         self._fragmentation_bytes = 0
         self._actual_peaks: dict[Any, int] = {}
@@ -135,7 +136,7 @@ class Forecast:
         )
         return self._timeline(prediction, resident), prediction
 
-    def _timeline(self, prediction: Prediction, resident: Resident, inputs_die: bool | None = None) -> Timeline:
+    def _timeline(self, prediction: Prediction, resident: Resident) -> Timeline:
         timeline = assemble(
             prediction.structure,
             prediction.values,
@@ -143,7 +144,7 @@ class Forecast:
             seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
-            inputs_die=bool(self._inputs_die if inputs_die is None else inputs_die),
+            fates=self._fates,
             extras=self._extras(prediction),
         )
         return timeline.only(lambda _, action: action not in prediction.doubtful)
@@ -167,8 +168,8 @@ class Forecast:
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
-        # Which inputs die with their last call is told apart for all or for none; lean saves let some go earlier.
-        unsure = DYING_INPUTS_ERROR if self._inputs_die and set(self.actions) & set(GRADES) else 0.0
+        # Lean saves let some inputs go earlier than at the end that was seen.
+        unsure = DYING_INPUTS_ERROR if self._fates and set(self.actions) & set(GRADES) else 0.0
         error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
@@ -254,7 +255,14 @@ class Forecast:
         self._forget_plans()
 
     def verify(
-        self, size: BatchSize, resident: Resident, plan: Plan, predicted_bytes: int, measured_bytes: int
+        self,
+        size: BatchSize,
+        resident: Resident,
+        plan: Plan,
+        predicted_bytes: int,
+        measured_bytes: int,
+        *,
+        anew: bool = False,
     ) -> None:
         """Compare a planned step with its prediction; what was missing is kept free from now on.
 
@@ -264,7 +272,11 @@ class Forecast:
             plan: The plan that was in force.
             predicted_bytes: Its predicted peak.
             measured_bytes: The peak that was measured.
+            anew: Whether inputs turned out to die otherwise since, so that it would be predicted otherwise.
         """
+        actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
+        if anew and prediction is not None:
+            predicted_bytes = self._timeline(prediction, resident).peak_bytes(actions)
         missed = measured_bytes - predicted_bytes
         if missed > 0:
             self._surplus_bytes = max(missed, self._surplus_bytes)
@@ -275,10 +287,8 @@ class Forecast:
             self.verified = 0
         elif -missed < UNRELATED_SHARE * predicted_bytes:
             self.verified += 1
-        prediction = self.estimator.predict(dict(size.dims))
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
-        actions = dict(plan)
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
@@ -287,16 +297,39 @@ class Forecast:
         if not broken and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
             return
         self._forget_plans()
-        if self._inputs_die and missed > 0:
-            self._inputs_die = False  # and for good: something holds inputs that looked free
-        elif self._inputs_die is None and prediction is not None and missed < 0:
-            dying = self._timeline(prediction, resident, inputs_die=True).peak_bytes(actions)
-            tolerated = MISSED_SHARE / 4 * measured_bytes
-            if measured_bytes - dying <= tolerated and dying - measured_bytes <= max(tolerated, -missed / 4):
-                self._inputs_die = True
-                return
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
+
+    def learn_inputs(
+        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
+    ) -> bool:
+        """Learn which inputs die early, from a planned step's forward.
+
+        Args:
+            size: The batch's size.
+            actions: Unit -> what it did.
+            fates: What became of the units' inputs, see `InputWatch.fates`.
+
+        Returns:
+            Whether that is news: plans that were made before are dropped.
+        """
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            return False
+        structure = prediction.structure
+        acting = [unit for unit, action in actions.items() if action != KEEP]
+        holding = [unit for unit in acting if actions[unit] not in GRADES]
+        unit_of = {call.key: call.unit for call in structure.calls}
+
+        def touched(holders: frozenset[str], units: Sequence[str]) -> bool:
+            return any(f"{unit_of[call]}.".startswith(f"{unit}.") for call in holders for unit in units)
+
+        waiting = zip(structure.loose, structure.loose_holders, strict=True)
+        loose = [each for shape, each in waiting if shape.until_time >= 0 and not touched(each, holding)]
+        news = self._fates.learn(fates, loose, [each for each in loose if touched(each, acting)])
+        if news:
+            self._forget_plans()
+        return news
 
     def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
         """The device had less than was planned with: keep a share of the budget free for a while."""
@@ -319,7 +352,7 @@ class Forecast:
         """What is trained has changed: nothing that was measured before holds any more."""
         self.estimator = Estimator()
         self._forget_plans()
-        self._inputs_die = None
+        self._fates = Fates()
 
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""
@@ -352,7 +385,7 @@ class Forecast:
             "tracker": self.tracker.state_dict(),
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self._surplus_bytes,
-            "inputs_die": self._inputs_die,
+            "fates": self._fates.state_dict(),
             "refused": dict(self.refused),
         }
 
@@ -363,6 +396,6 @@ class Forecast:
         self.tracker.load_state_dict(state["tracker"])
         self.estimator.load_state_dict(state["estimator"])
         self._surplus_bytes = int(state["surplus_bytes"])
-        self._inputs_die = state["inputs_die"]
+        self._fates.load_state_dict(state["fates"])
         self.refused = dict(state.get("refused", {}))
         return True

@@ -8,12 +8,15 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.step import Step
 
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
+WATCHED_STEPS = 20
+"""Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
 
 
 class Metering:
@@ -67,9 +70,14 @@ class Metering:
             step.recorder.start()
             if step.sheltered:
                 self._session.record(step.recorder)
+        if not step.sheltered and (step.measuring or self.planned < WATCHED_STEPS):
+            self._session.follow_inputs(InputWatch(step.known))
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
+        if self._session.watch is not None:
+            step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
+            self._session.watch = None
         if step.gradients is not None and step.recorder is not None and step.measuring:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)

@@ -75,6 +75,8 @@ class _Calls:
             return original(*args, **kwargs)
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)
+        if session.watch is not None:
+            session.watch.enters(name, args, kwargs)
         recorder, action = session.recorder, session.actions.get(name)
         if action is None and recorder is None and session.offloader is None and name not in session.tries:
             return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are

@@ -15,6 +15,7 @@ from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.shared.stops import Stops
 
 REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
@@ -33,6 +34,7 @@ class Session:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
         actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
+        watch: Follows what they are given in the forward of a planned step that is measured.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
@@ -61,6 +63,7 @@ class Session:
     armed: bool = False
     actions: dict[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
+    watch: InputWatch | None = None
     inside: int = 0
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -99,6 +102,10 @@ class Session:
         """Record the units' calls from now on."""
         self.recorder, self.armed = recorder, True
 
+    def follow_inputs(self, watch: InputWatch) -> None:
+        """Follow what the units are given, until the forward is over."""
+        self.watch, self.armed = watch, True
+
     def disarm(self, *, ran: bool = True) -> None:
         """Let every unit run its own forward again.
 
@@ -106,6 +113,7 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
+        self.watch = None
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Structure
 from lightning_mimose.predict.timeline import Timeline
@@ -65,7 +66,7 @@ def assemble(
     seconds_per_operation: float,
     minimum_share: float,
     left_out: frozenset[str] = frozenset(),
-    inputs_die: bool = False,
+    fates: Fates | None = None,
     extras: Extras | None = None,
 ) -> Timeline:
     """Assemble the timeline of one step.
@@ -77,8 +78,7 @@ def assemble(
         seconds_per_operation: Rate at which this device recomputes.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
-        inputs_die: Whether an input that nothing holds dies in forward as soon as the last call given it
-            returns; otherwise it is taken to live until backward.
+        fates: Which inputs that nothing holds die in forward; without it all are taken to live until backward.
         extras: What else may be planned.
     """
     extras = extras or Extras()
@@ -91,7 +91,7 @@ def assemble(
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
-    return assembly.timeline(inputs_die)
+    return assembly.timeline(fates or Fates())
 
 
 class _Assembly(Rows):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.structure import Resident, Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
@@ -120,7 +121,7 @@ class Rows:
             if saved_bytes >= self.minimum_bytes and unit not in self.left_out
         }
 
-    def timeline(self, inputs_die: bool) -> Timeline:
+    def timeline(self, fates: Fates) -> Timeline:
         """Add a position for every call that runs again, which binds only if it does, and one for the update."""
         structure, value, options = self.structure, self.value, self.options
         count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
@@ -144,7 +145,7 @@ class Rows:
         base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
         times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
         backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
-        shared = self._shared(base, np.array(times), backward, inputs_die)
+        shared = self._shared(base, np.array(times), backward, fates)
         labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
         return Timeline(
             units=structure.units,
@@ -166,7 +167,7 @@ class Rows:
         return sum(self.saved[i] for i in members if i != index and alive[i, place])
 
     def _shared(
-        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], inputs_die: bool
+        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], fates: Fates
     ) -> Sequence[SharedHold]:
         """What only chosen options hold; takes it out of the base."""
         structure = self.structure
@@ -174,11 +175,13 @@ class Rows:
         for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
             options_of.setdefault(index, []).append(option)
         shared = []
-        for loose in structure.loose:
+        for loose, holding in zip(structure.loose, structure.loose_holders, strict=True):
             size = int(self.value[loose.size])
+            ends = fates.ends(holding)
             last_use = max(structure.calls[index].out_time for index in loose.holders)
+            last_use = max(last_use, *(structure.out_times.get(key, 0) for key in ends or ()), 0)
             # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
-            counted = backward | ((inputs_die or loose.until_time < 0) & (when >= last_use))
+            counted = backward | ((ends is not None or loose.until_time < 0) & (when >= last_use))
             base -= np.where(counted & (when <= loose.until_time), size, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:

@@ -197,6 +197,16 @@ class Structure:
         return frozenset(call.key for call in self.calls)
 
     @cached_property
+    def loose_holders(self) -> tuple[frozenset[str], ...]:
+        """Of every loose storage: the keys of the calls that hold it."""
+        return tuple(frozenset(self.calls[index].key for index in loose.holders) for loose in self.loose)
+
+    @cached_property
+    def out_times(self) -> dict[str, int]:
+        """Key of a call -> when its forward ends."""
+        return {call.key: call.out_time for call in self.calls}
+
+    @cached_property
     def _hash(self) -> int:
         return hash(
             (

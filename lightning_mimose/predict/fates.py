@@ -1,0 +1,80 @@
+"""Fates: which inputs of units die before backward, where no unit has to hold them; told by planned steps.
+
+A mask is given to every block of an encoder, and saved by none of them. In a sheltered step the blocks hold it until
+they have been recomputed, so that nobody can tell how long it would live without them: to the encoder's end, or to that
+of the step. Measured planned steps can tell, where the blocks are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias
+
+Holders: TypeAlias = frozenset[str]
+"""Keys of all calls that are given a storage."""
+
+
+class Fates:
+    """What became of inputs that nothing saves; until that is known, they are taken to live until backward.
+
+    Example:
+        >>> fates, mask, bias = Fates(), frozenset({"encoder.0", "encoder.1"}), frozenset({"decoder.0"})
+        >>> fates.learn({mask: {"encoder.1"}, bias: None}, [mask, bias], [])
+        True
+        >>> fates.ends(mask), fates.ends(bias), fates.ends(frozenset({"head"}))
+        (frozenset({'encoder.1'}), None, None)
+    """
+
+    def __init__(self) -> None:
+        self._died: dict[Holders, frozenset[str]] = {}
+        self._lasting: set[Holders] = set()
+
+    def __bool__(self) -> bool:
+        """Whether any of them dies early."""
+        return bool(self._died)
+
+    def learn(
+        self, seen: Mapping[Holders, Collection[str] | None], loose: Iterable[Holders], lean: Collection[Holders]
+    ) -> bool:
+        """Take in what a planned step showed.
+
+        Args:
+            seen: Holders of a storage -> the calls that had begun last when such storages died; None where one did not.
+            loose: Those that nothing saves, and that no call held for what its unit did.
+            lean: Of these, those that a recipe may have held: what dies all the same would have died without it.
+
+        Returns:
+            Whether anything is new.
+        """
+        before = dict(self._died), len(self._lasting)
+        for holders in loose:
+            if holders not in seen:
+                continue
+            last = seen[holders]
+            if last is None and holders not in lean:
+                self._died.pop(holders, None)
+                self._lasting.add(holders)
+            elif last is not None and holders not in self._lasting:
+                self._died[holders] = self._died.get(holders, frozenset()) | frozenset(last)
+        return before != (self._died, len(self._lasting))
+
+    def ends(self, holders: Holders) -> Collection[str] | None:
+        """After the forward of which calls a storage is gone; None: not before backward.
+
+        One that was never seen dies with the last call that is given it, if all that were seen die early.
+        """
+        if holders in self._died:
+            return self._died[holders]
+        return frozenset() if self._died and not self._lasting else None
+
+    def state_dict(self) -> dict[str, list[list[list[str]]]]:
+        """What was learnt, as plain data."""
+        return {
+            "died": [[sorted(holders), sorted(last)] for holders, last in self._died.items()],
+            "lasting": [[sorted(holders)] for holders in self._lasting],
+        }
+
+    def load_state_dict(self, state: Mapping[str, list[list[list[str]]]]) -> None:
+        """Take over what others learnt."""
+        self._died = {frozenset(holders): frozenset(last) for holders, last in state["died"]}
+        self._lasting = {frozenset(holders) for (holders,) in state["lasting"]}
