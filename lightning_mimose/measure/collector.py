@@ -22,7 +22,7 @@ from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import Call, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
 from lightning_mimose.parts import storages_in
 
 Left = Mapping[tuple[int, str], torch.Tensor]
@@ -176,8 +176,16 @@ class StepRecorder:
             call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensor)]
 
     def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
-        number = self._storages.number(storage)
-        self._outputs.append((call, number, weakref.ref(storage)))
+        number, recorder = self._storages.number(storage), weakref.ref(self)
+
+        def goes(_: Any) -> None:
+            live = recorder()
+            if live is not None and not live.replays.in_backward and not live._curve.over:
+                call.gone[number] = live._curve.latest
+                if call.action == "recompute":
+                    live._curve.cut(call.key, IS_GONE, number)
+
+        self._outputs.append((call, number, weakref.ref(storage, goes)))
         return number
 
     # --- a region ---------------------------------------------------------------------------------------------

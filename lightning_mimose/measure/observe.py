@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, LooseShape, Position, Structure
@@ -60,13 +61,17 @@ def observe(
         for interval, mark in zip(trace.intervals, trace.marks, strict=True)
     ]
     region_of = {id(call): _region(call) for call in trace.calls}
-    saved, held = _saved_bytes(trace.calls, region_of)
+    by_call = _saved_by(trace.calls, region_of)
+    saved = {key: each.nbytes for key, each in by_call.items()}
+    lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [c for c in outermost if c.action == "recompute" and "out" in c.marks and "again" not in c.marks]
     endless = {id(call): _as_others(call, regions, saved) for call in without}
     saved.update(endless)
-    dropped = _dropped_per_interval([*regions, *without], saved, len(trace.marks))
+    dropped = _dropped_per_interval([*regions, *without], saved, lends, len(trace.marks))
+    for index, peak in peaks_beside(trace, (lends[id(call)] for call in regions)).items():
+        activation[index] = activation[index][0], peak - trace.marks[index].new_gradient_bytes
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -110,12 +115,12 @@ def observe(
             returned=columns.add(call.returned_bytes),
             entry=entry,
             lean=lean,
-            cached=columns.add(call.cached_bytes) if call.cached_bytes else -1,
-            cached_until=call.cached_until,
+            lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
+            lent_until=lends[id(call)].until,
             kept_until=call.marks.get("dropped", NEVER) + 1 if id(call) in endless else 0,
         )
     surveyed = [call for call in regions if call.items is not None and trace.pieces]
-    spared = {id(call): savings(trace, call, held[id(call)], len(grades)) for call in surveyed}
+    spared = {id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, len(grades)) for c in surveyed}
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -186,7 +191,7 @@ def observe(
                 work=columns.add(spared[id(call)][grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
                 items=len(call.items or ()),
-                cached=columns.add(spared[id(call)][grade].cached_bytes) if call.cached_bytes else -1,
+                lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
             )
             for call in surveyed
             for grade, action in enumerate(grades)
@@ -213,13 +218,12 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
     return tuple(parents[unit] for unit in units)
 
 
-def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[dict[int, int], dict[int, set[int]]]:
-    """What recomputing each call would free: storages that only it saves, and those that somebody else holds."""
+def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, SavedBy]:
+    """What recomputing each call would free, by its identity."""
     members: dict[int, list[Call]] = {}
     for call in calls:
         members.setdefault(id(region_of[id(call)]), []).append(call)
-    freed: dict[int, int] = {}
-    elsewhere: dict[int, set[int]] = {}
+    found = {}
     for call in calls:
         region = region_of[id(call)]
         family = members[id(region)]
@@ -234,19 +238,20 @@ def _saved_bytes(calls: tuple[Call, ...], region_of: dict[int, Call]) -> tuple[d
         mine: dict[int, int] = {}
         for c in inside:
             mine.update(c.saved)
-        gross = sum(size for number, size in mine.items() if number not in held)
-        freed[id(call)] = max(0, gross - RNG_STATE_BYTES)
-        elsewhere[id(call)] = held
-    return freed, elsewhere
+        only = {number: size for number, size in mine.items() if number not in held}
+        found[id(call)] = SavedBy(max(0, sum(only.values()) - RNG_STATE_BYTES), only, mine, held)
+    return found
 
 
-def _dropped_per_interval(regions: list[Call], saved: dict[int, int], count: int) -> NDArray[np.int64]:
+def _dropped_per_interval(
+    regions: list[Call], saved: dict[int, int], lends: dict[int, Lent], count: int
+) -> NDArray[np.int64]:
     """Bytes that would be alive besides at each mark had every region been kept."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
         out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
         dropped[out:end] += saved[id(call)]
-        dropped[out : min(end, call.cached_until)] -= min(call.cached_bytes, saved[id(call)])
+        dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped
 
 

@@ -14,24 +14,25 @@ class Savings:
 
     Attributes:
         gain_bytes: What is spared between forward and backward.
-        cached_bytes: Of that, what autocast's cache holds while it lasts.
+        lent_bytes: Of that, what others hold as well for a while, see `lent.Lent`.
         work: What rebuilding costs, in floating-point operations.
         peak_bytes: Index of a mark in the region's recomputation or backward -> peak of its interval.
     """
 
     gain_bytes: int
-    cached_bytes: int
+    lent_bytes: int
     work: float
     peak_bytes: dict[int, int]
 
 
-def savings(trace: StepTrace, call: Call, held: Set[int], grades: int) -> list[Savings]:
+def savings(trace: StepTrace, call: Call, held: Set[int], lent: Set[int], grades: int) -> list[Savings]:
     """What each grade of lean saves would spare.
 
     Args:
         trace: The recorded step.
         call: A region's call.
         held: Storages that somebody else holds, whatever the region does.
+        lent: Those that somebody else holds for a while.
         grades: How many there are.
     """
     items = call.items or ()
@@ -39,12 +40,12 @@ def savings(trace: StepTrace, call: Call, held: Set[int], grades: int) -> list[S
     for grade in range(1, grades + 1):
         lean = [0 < item.grade <= grade for item in items]
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
-        found.append(_of_grade(trace, call, lean, taken, items))
+        found.append(_of_grade(trace, call, lean, taken, items, lent))
     return found
 
 
 def _of_grade(
-    trace: StepTrace, call: Call, lean: list[bool], taken: list[bool], items: tuple[LeanItem, ...]
+    trace: StepTrace, call: Call, lean: list[bool], taken: list[bool], items: tuple[LeanItem, ...], lent: Set[int]
 ) -> Savings:
     family = {other.key for other in trace.calls if other.within(call)}
     first, last = call.marks["again"], call.marks["again_out"]
@@ -74,9 +75,10 @@ def _of_grade(
         if first <= piece.mark <= last:
             highest = max(piece.peak_bytes, piece.level_bytes + besides) - relief
             peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
+    kept = [item for item, take in zip(items, taken, strict=True) if take]
     return Savings(
-        sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take),
-        sum(item.gain_bytes for item, take in zip(items, taken, strict=True) if take and item.is_cached),
+        sum(item.gain_bytes for item in kept),
+        sum(item.gain_bytes for item in kept if item.is_cached or item.storage in lent),
         sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
         peaks,
     )

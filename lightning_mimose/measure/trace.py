@@ -26,6 +26,7 @@ class Call:
         left: Storage ids of activations that it left as attributes in forward, by identity of the module and name.
         twins: The same, each with what its recomputation left there.
         held: Those of `returned` and `left` that somebody else holds when the backward pass begins.
+        gone: Storage id of `returned` and `left` -> the interval of the forward in which it went.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
             interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
@@ -48,6 +49,7 @@ class Call:
     left: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     twins: list[tuple[int, int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
+    gone: dict[int, int] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     besides: int = 0
@@ -97,8 +99,9 @@ class LeanItem:
     is_cached: bool = False
 
 
-DIES, IS_USED = "dies", "is used"
-"""What happens to an item: its forward lets go of it, backward asks for it."""
+DIES, IS_USED, IS_GONE = "dies", "is used", "is gone"
+"""What happens to an item: its forward lets go of it, backward asks for it. And to what a region returned, by the id of
+its storage: nobody holds it any more."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Piece:
         mark: Index of the mark that opens the interval.
         level_bytes: Live bytes at its start, relative as in `Interval`.
         peak_bytes: Largest bytes in it.
-        event: What opens it, if it is not the mark: (key of the call, `DIES` or `IS_USED`, index of the item).
+        event: What opens it, if it is not the mark: (key of the call, what happens, to which item or storage).
     """
 
     mark: int

@@ -102,12 +102,12 @@ class _Assembly(Rows):
         structure, columns, first = self.structure, self.structure.layout.columns, len(self.options)
         members = [self.calls_of[unit] for unit in self.freed]
         ones = [calls[0] for calls in members]
-        self._spare(first, ones, [self.saved[i] for i in ones], [self.cached[i] for i in ones])
+        self._spare(first, ones, [self.saved[i] for i in ones], [self.lent[i] for i in ones])
         row_of = np.full(len(structure.calls), -1, dtype=np.intp)
         for row, unit in enumerate(self.freed, first):
             calls = self.calls_of[unit]
             for i in calls[1:]:
-                self.relief[row, : len(structure.positions)] += self._spared(i, self.saved[i], self.cached[i])
+                self.relief[row, : len(structure.positions)] += self._spared(i, self.saved[i], self.lent[i])
             for i in calls:
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
@@ -143,7 +143,7 @@ class _Assembly(Rows):
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
         structure, layout, first = self.structure, self.structure.layout, len(self.options)
         saved: list[int] = self.value[layout.lean_columns[0]].tolist()
-        cached: list[int] = np.append(self.value, 0)[layout.lean_columns[1]].tolist()
+        lent: list[int] = np.append(self.value, 0)[layout.lean_columns[1]].tolist()
         work: list[float] = self.values[layout.lean_columns[2]].tolist()
         call_of = [shape.call for shape in structure.lean]
         before: dict[str, int] = {}
@@ -163,11 +163,11 @@ class _Assembly(Rows):
             self._add(index, action, rebuilding, looking)
             chosen.append(shapes)
         ones = [shapes[0] for shapes in chosen]
-        self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones], [cached[i] for i in ones])
+        self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones], [lent[i] for i in ones])
         self._alter(ones, range(first, first + len(ones)))
         for row, shapes in enumerate(chosen, first):
             for i in shapes[1:]:
-                self.relief[row, : len(structure.positions)] += self._spared(call_of[i], saved[i], cached[i])
+                self.relief[row, : len(structure.positions)] += self._spared(call_of[i], saved[i], lent[i])
                 self._alter([i], [row])
 
     def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class _Assembly(Rows):
                 waiting += max(0.0, copying - behind) + max(0.0, copying - 2 * behind)
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
-                    row += away * self._spared(i, int(self.value[call.saved]), self.cached[i])
+                    row += away * self._spared(i, int(self.value[call.saved]), self.lent[i])
             self._add(index, "offload", 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
@@ -275,7 +275,7 @@ class _Assembly(Rows):
                 # Beside a part there are the results of all parts and their collection, in backward the gradients of
                 # what was given, and a second gradient of every parameter while it is added to the first.
                 returned, given = 2 * int(value[call.returned]), 2 * int(value[call.given])
-                row += self._spared(i, int(value[call.saved]), self.cached[i])
+                row += self._spared(i, int(value[call.saved]), self.lent[i])
                 row_of[i], peak[i] = len(self.options), int(small[call.lean]) + returned
                 inside = self._in_backward(call)
                 made = self.made[inside]

@@ -46,7 +46,7 @@ class Layout:
     @cached_property
     def columns(self) -> dict[str, Ints]:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
-        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "cached")
+        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent")
         return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
 
     @cached_property
@@ -73,10 +73,10 @@ class Layout:
 
     @cached_property
     def lean_columns(self) -> tuple[Ints, Ints, Ints]:
-        """Shape (lean shapes,) each: columns of what is spared, of what is cached of it, of the work of rebuilding."""
+        """Shape (lean shapes,) each: columns of what is spared, of what is lent of it, of the work of rebuilding."""
         lean = self.structure.lean
-        saved, cached, work = ([getattr(shape, name) for shape in lean] for name in ("saved", "cached", "work"))
-        return np.array(saved, dtype=np.intp), np.array(cached, dtype=np.intp), np.array(work, dtype=np.intp)
+        saved, lent, work = ([getattr(shape, name) for shape in lean] for name in ("saved", "lent", "work"))
+        return np.array(saved, dtype=np.intp), np.array(lent, dtype=np.intp), np.array(work, dtype=np.intp)
 
     @cached_property
     def lean_positions(self) -> tuple[Ints, Ints, Ints]:

@@ -84,22 +84,20 @@ class Rows:
         row[:] = 0
         return row
 
-    def _spare(
-        self, first: int, calls: Sequence[int], spared_bytes: Sequence[int], cached_bytes: Sequence[int]
-    ) -> None:
+    def _spare(self, first: int, calls: Sequence[int], spared_bytes: Sequence[int], lent_bytes: Sequence[int]) -> None:
         """Fill the rows from `first` on, one for each call: it spares these bytes wherever what it saves is alive.
 
-        But for those of them that autocast's cache holds, while it does.
+        But for those of them that others hold too, while they do.
         """
         rows = self.relief[first : first + len(calls), : len(self.structure.positions)]
         np.multiply(self.structure.alive[list(calls)], np.array(spared_bytes, np.int64).reshape(-1, 1), out=rows)
-        if any(cached_bytes):
-            rows -= self.structure.cached[list(calls)] * np.array(cached_bytes, np.int64).reshape(-1, 1)
+        if any(lent_bytes):
+            rows -= self.structure.lent[list(calls)] * np.array(lent_bytes, np.int64).reshape(-1, 1)
 
-    def _spared(self, call: int, spared_bytes: int, cached_bytes: int) -> NDArray[np.int64]:
+    def _spared(self, call: int, spared_bytes: int, lent_bytes: int) -> NDArray[np.int64]:
         """The same of one call, shape (positions,)."""
         spared: NDArray[np.int64] = self.structure.alive[call] * np.int64(spared_bytes)
-        return spared - self.structure.cached[call] * np.int64(cached_bytes) if cached_bytes else spared
+        return spared - self.structure.lent[call] * np.int64(lent_bytes) if lent_bytes else spared
 
     def _look_at_calls(self, values: NDArray[np.float64]) -> None:
         """What every call saves and needs, and what every unit's calls do so together."""
@@ -107,8 +105,8 @@ class Rows:
         count, unit_of = len(structure.units), layout.unit_of
         saved = self.value[layout.columns["saved"]] * structure.spared
         self.saved: list[int] = saved.tolist()
-        cached = np.append(self.value, 0)[layout.columns["cached"]]
-        self.cached: list[int] = np.minimum(cached, saved).tolist()
+        lent = np.append(self.value, 0)[layout.columns["lent"]]
+        self.lent: list[int] = np.minimum(lent, saved).tolist()
         self.working: list[int] = self.value[layout.columns["working"]].tolist()
         flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
         besides = np.bincount(unit_of, values[layout.columns["besides"]], count)

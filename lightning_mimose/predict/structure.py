@@ -63,8 +63,9 @@ class CallShape:
         returned: Column of the bytes of what it returns.
         entry: Column of the live bytes at its start when everything before it is kept, -1 if not recomputed.
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
-        cached: Column of the bytes of what it saves that autocast's cache holds too, -1 if there are none.
-        cached_until: When that cache ends.
+        lent: Column of the bytes of what it saves that others hold too for a while, see `measure.lent`; -1 if there are
+            none.
+        lent_until: When it is the call's alone; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
             part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
     """
@@ -85,8 +86,8 @@ class CallShape:
     returned: int
     entry: int = -1
     lean: int = -1
-    cached: int = -1
-    cached_until: int = 0
+    lent: int = -1
+    lent_until: int = field(default=0, compare=False)
     kept_until: int = field(default=0, compare=False)
 
     @property
@@ -144,7 +145,7 @@ class LeanShape:
         work: Column of the operations that rebuilding takes.
         positions: (index of a position inside the call's forward or backward, column of the live bytes there).
         items: Storages that the call saves, and that are looked at; no part of what makes two steps alike.
-        cached: Column of the bytes of what it spares that autocast's cache holds too, -1 if there are none.
+        lent: Column of the bytes of what it spares that others hold too for a while, -1 if there are none.
     """
 
     call: int
@@ -153,7 +154,7 @@ class LeanShape:
     work: int
     positions: tuple[tuple[int, int], ...]
     items: int = field(default=0, compare=False)
-    cached: int = -1
+    lent: int = -1
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ class Structure:
         for shape in self.lean:
             if shape.action == action:
                 level -= padded[:, [shape.saved]] * self.alive[shape.call]
-                level += padded[:, [shape.cached]] * self.cached[shape.call]
+                level += padded[:, [shape.lent]] * self.lent[shape.call]
                 where, own = [p for p, _ in shape.positions], [c for _, c in shape.positions]
                 level[:, where] -= kept[:, where] - padded[:, own] - padded[:, entry[where]]
         peak: NDArray[np.float64] = level.max(axis=1)
@@ -290,11 +291,11 @@ class Structure:
         return alive
 
     @cached_property
-    def cached(self) -> NDArray[np.bool_]:
-        """Shape (calls, positions): whether autocast's cache holds casts that a call saves, so that none are spared."""
-        until = np.array([c.cached_until for c in self.calls]).reshape(-1, 1)
-        cached: NDArray[np.bool_] = self.alive & (self.times < until)
-        return cached
+    def lent(self) -> NDArray[np.bool_]:
+        """Shape (calls, positions): whether others hold what a call has lent, so that it is not spared."""
+        until = np.array([c.lent_until for c in self.calls]).reshape(-1, 1)
+        lent: NDArray[np.bool_] = self.alive & (self.times < until)
+        return lent
 
     @cached_property
     def layout(self) -> Layout:

@@ -92,3 +92,53 @@ def test_masks_of_two_kinds() -> None:
     assert equal(plain, done)
     assert max(done.peaks) <= plain.budget(0.5)
     assert max(errors(done, len(data))) < 0.01
+
+
+class Attention(nn.Module):
+    """Returns its probabilities besides its result, as several of `transformers`' blocks do, and saves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two heads."""
+        query, key, value = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.together(x).chunk(3, 2))
+        probabilities = nn.functional.dropout((query @ key.transpose(2, 3)).softmax(3), 0.1)
+        x = x + self.out((probabilities @ value).transpose(1, 2).flatten(2))
+        return x + self.mlp(x), probabilities
+
+
+class Reader(nn.Module):
+    """Overwrites what each block hands over with what the next one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(64, WIDTH), nn.ModuleList([Attention() for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            handed = block(x)
+            x = handed[0]
+        del handed
+        return nn.functional.linear(x, self.embed.weight).logsumexp(2).mean()
+
+
+@pytest.mark.parametrize(("share", "actions"), [(0.95, None), (0.6, None), (0.95, ["recompute"]), (0.6, ["recompute"])])
+def test_probabilities_that_are_saved_and_handed_over_count_once(share: float, actions: list[str] | None) -> None:
+    """While somebody holds them besides; and no recomputation or recipe frees them then."""
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(batch["ids"])
+        return found
+
+    data = batches()
+    plain = train(Reader, [*data, *data], loss_fn=loss)
+    done = train(Reader, [*data, *data], plain.budget(share), loss_fn=loss, actions=actions)
+    assert equal(plain, done)
+    assert max(done.peaks) <= plain.budget(share)
+    assert len(errors(done, len(data))) > 12
+    assert max(errors(done, len(data))) < 0.01

@@ -1,0 +1,85 @@
+"""What a call saves that others hold as well for a while: whoever was handed its result, and autocast's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
+
+Event: TypeAlias = tuple[str, str, int]
+
+
+class SavedBy(NamedTuple):
+    """What recomputing a call would free.
+
+    Attributes:
+        nbytes: Of the storages that only it saves.
+        only: Storage id -> bytes of these.
+        storages: Storage id -> bytes of all that it saves.
+        held: Storages that somebody else holds.
+    """
+
+    nbytes: int
+    only: dict[int, int]
+    storages: dict[int, int]
+    held: set[int]
+
+
+class Lent(NamedTuple):
+    """A part of what a call saves that is alive whether the call keeps it or not.
+
+    Attributes:
+        may_be: Whether there can be such a part, in any step of this shape.
+        nbytes: Of it.
+        until: The first interval from which on it is the call's alone.
+        storages: Those of them that the call returned; the others are casts.
+        end: What cuts the last interval before `until` at the moment it ends; None where it lasts as long as that.
+    """
+
+    may_be: bool
+    nbytes: int
+    until: int
+    storages: frozenset[int]
+    end: Event | None = None
+
+
+def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
+    """What of a call's saved storages somebody else holds.
+
+    A block that returns its attention's probabilities besides its result saves them as well. Recomputed, it does not
+    save them in forward, but whoever was handed them holds them, until the next block's are handed over, say: to count
+    them as saved beside what is alive would be to count them twice.
+
+    Args:
+        trace: The recorded step.
+        call: A call.
+        saved: What it saves.
+    """
+    may_be = call.cached_bytes > 0 or any(kept in saved.storages for _, kept in call.pairs)
+    returned = {kept: given for given, kept in call.pairs if kept in saved.only and given in call.gone}
+    if not returned or call.cached_bytes:
+        # Both at once end at different times; casts are more.
+        return Lent(may_be, min(call.cached_bytes, saved.nbytes), call.cached_until, frozenset())
+    nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
+    until = min(call.gone[given] for given in returned.values())
+    found = Lent(may_be, nbytes, until, frozenset(returned))
+    gone = {(call.key, IS_GONE, given) for given in returned.values()}
+    end = next((piece.event for piece in trace.pieces if piece.mark == until and piece.event in gone), None)
+    return found if end is None else found._replace(until=until + 1, end=end)
+
+
+def peaks_beside(trace: StepTrace, lends: Iterable[Lent]) -> dict[int, int]:
+    """Peaks of the intervals in which something lent ends, as if all of it were there to their end.
+
+    So that it can be taken off the whole interval; relative as in `Interval`.
+    """
+    ends = {each.end: each.nbytes for each in lends if each.end is not None}
+    marks = {piece.mark for piece in trace.pieces if piece.event in ends}
+    peaks: dict[int, int] = {}
+    gone = dict.fromkeys(marks, 0)
+    for piece in trace.pieces:
+        if piece.mark in marks:
+            gone[piece.mark] += 0 if piece.event is None else ends.get(piece.event, 0)
+            peaks[piece.mark] = max(peaks.get(piece.mark, piece.peak_bytes), piece.peak_bytes + gone[piece.mark])
+    return peaks

@@ -1,0 +1,46 @@
+"""What is counted once, though a call saves it and somebody else holds it."""
+
+from __future__ import annotations
+
+from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
+from lightning_mimose.measure.meter import Interval
+from lightning_mimose.measure.trace import IS_GONE, Call, Mark, Piece, StepTrace
+
+MARKS = tuple(Mark("step", f"{i}", 0, 0) for i in range(3))
+
+
+def trace(pieces: tuple[Piece, ...]) -> StepTrace:
+    """Three intervals, cut."""
+    peaks = [max(piece.peak_bytes for piece in pieces if piece.mark == mark) for mark in range(3)]
+    return StepTrace((), MARKS, tuple(Interval(0, peak) for peak in peaks), pieces=pieces)
+
+
+def returning() -> Call:
+    """A region that returned storages 1 and 2, of which its recomputation saved the second, as 12."""
+    return Call("block", 0, None, "recompute", returned=[1, 2], outputs=[11, 12], gone={2: 1}, saved={12: 50, 13: 7})
+
+
+def test_what_a_call_returned_is_lent_until_it_is_gone() -> None:
+    """To the moment within its last interval, if that is known, and else to the start of it."""
+    saved = SavedBy(57, {12: 50, 13: 7}, {12: 50, 13: 7}, set())
+    gone = ("block", IS_GONE, 2)
+    cut = trace((Piece(0, 0, 80), Piece(1, 60, 90), Piece(1, 20, 70, gone), Piece(2, 20, 60)))
+    assert lent(cut, returning(), saved) == Lent(True, 50, 2, frozenset({12}), gone)
+    whole = trace((Piece(0, 0, 80), Piece(1, 60, 90), Piece(2, 20, 60)))
+    assert lent(whole, returning(), saved) == Lent(True, 50, 1, frozenset({12}))
+
+
+def test_what_somebody_else_holds_until_backward_is_not_lent() -> None:
+    """It is no part of what the call alone saves; that there can be such a thing is part of the step's shape."""
+    step = trace((Piece(0, 0, 80), Piece(1, 60, 90), Piece(2, 20, 60)))
+    held = SavedBy(7, {13: 7}, {12: 50, 13: 7}, {12})
+    assert lent(step, returning(), held)[:2] == (True, 0)
+
+
+def test_what_two_calls_lent_ends_in_one_interval() -> None:
+    """Its peak counts as if both were there to its end, so that both can be taken off it."""
+    one, other = ("a", IS_GONE, 1), ("b", IS_GONE, 2)
+    pieces = (Piece(0, 0, 80), Piece(1, 60, 100), Piece(1, 60, 70, one), Piece(1, 60, 65, other), Piece(2, 20, 60))
+    lends = [Lent(True, 20, 2, frozenset({1}), one), Lent(True, 30, 2, frozenset({2}), other)]
+    assert peaks_beside(trace(pieces), lends) == {1: max(100, 70 + 20, 65 + 20 + 30)}
+    assert peaks_beside(trace(pieces), []) == {}
