@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, StepTrace
 
@@ -55,8 +56,8 @@ def _of_grade(
     used: set[int] = set()
     peaks: dict[int, int] = {}
     relief = 0
-    for piece in trace.pieces:
-        besides = 0
+    for piece, following in zip_longest(trace.pieces, trace.pieces[1:]):
+        besides = made = 0
         if piece.event is not None and piece.event[0] == call.key:
             _, what, index = piece.event
             if what == DIES and taken[index]:
@@ -72,8 +73,12 @@ def _of_grade(
                         rebuilt.extend(items[number].also)
                     used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
+        if following is not None and following.event is not None and following.event[:2] == (call.key, DIES):
+            # Its other form was made already.
+            index = following.event[2]
+            made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
-            highest = max(piece.peak_bytes, piece.level_bytes + besides) - relief
+            highest = max(piece.peak_bytes + made, piece.level_bytes + besides) - relief
             peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
     kept = [item for item, take in zip(items, taken, strict=True) if take]
     return Savings(

@@ -88,6 +88,7 @@ class LeanItem:
         temporary_bytes: What lives besides while it is rebuilt.
         also: Items that are rebuilt on the way, and stay until they are used themselves.
         is_cached: Whether autocast's cache holds it too, while that lasts.
+        held_bytes: What the other form takes; it is made while the storage is still there.
     """
 
     storage: int
@@ -97,6 +98,7 @@ class LeanItem:
     temporary_bytes: int = 0
     also: tuple[int, ...] = ()
     is_cached: bool = False
+    held_bytes: int = 0
 
 
 DIES, IS_USED, IS_GONE = "dies", "is used", "is gone"

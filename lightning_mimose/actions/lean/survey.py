@@ -165,7 +165,7 @@ class LeanSurvey:
         also: set[int] = set()
         temporary, work = _rebuilding(handle, own, also)
         return LeanItem(
-            found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)), found.is_cached
+            found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)), found.is_cached, held
         )
 
     def _is_used(self, number: int) -> None:
