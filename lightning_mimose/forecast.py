@@ -326,7 +326,14 @@ class Forecast:
 
         waiting = zip(structure.loose, structure.loose_holders, strict=True)
         loose = [each for shape, each in waiting if shape.until_time >= 0 and not touched(each, holding)]
-        news = self._fates.learn(fates, loose, [each for each in loose if touched(each, acting)])
+        # What a grade may borrow, the grades before it may.
+        grades = {unit: GRADES[: GRADES.index(actions[unit]) + 1] for unit in acting if unit not in holding}
+        lean = {
+            each: [(unit, grade) for unit, known in grades.items() if touched(each, [unit]) for grade in known]
+            for each in loose
+            if touched(each, list(grades))
+        }
+        news = self._fates.learn(fates, loose, lean)
         if news:
             self._forget_plans()
         return news

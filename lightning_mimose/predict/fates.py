@@ -19,7 +19,7 @@ class Fates:
 
     Example:
         >>> fates, mask, bias = Fates(), frozenset({"encoder.0", "encoder.1"}), frozenset({"decoder.0"})
-        >>> fates.learn({mask: {"encoder.1"}, bias: None}, [mask, bias], [])
+        >>> fates.learn({mask: {"encoder.1"}, bias: None}, [mask, bias], {})
         True
         >>> fates.ends(mask), fates.ends(bias), fates.ends(frozenset({"head"}))
         (frozenset({'encoder.1'}), None, None)
@@ -28,25 +28,30 @@ class Fates:
     def __init__(self) -> None:
         self._died: dict[Holders, frozenset[str]] = {}
         self._lasting: set[Holders] = set()
+        self._let_go: set[tuple[Holders, str, str]] = set()
 
     def __bool__(self) -> bool:
         """Whether any of them dies early."""
         return bool(self._died)
 
     def learn(
-        self, seen: Mapping[Holders, Collection[str] | None], loose: Iterable[Holders], lean: Collection[Holders]
+        self,
+        seen: Mapping[Holders, Collection[str] | None],
+        loose: Iterable[Holders],
+        lean: Mapping[Holders, Collection[tuple[str, str]]],
     ) -> bool:
         """Take in what a planned step showed.
 
         Args:
             seen: Holders of a storage -> the calls that had begun last when such storages died; None where one did not.
             loose: Those that nothing saves, and that no call held for what its unit did.
-            lean: Of these, those that a recipe may have held: what dies all the same would have died without it.
+            lean: Of these, those that a recipe may have held -> units and grades of lean saves that may have done so.
+                What dies all the same would have died without them, and none of them needs it.
 
         Returns:
             Whether anything is new.
         """
-        before = dict(self._died), len(self._lasting)
+        before = dict(self._died), len(self._lasting), len(self._let_go)
         for holders in loose:
             if holders not in seen:
                 continue
@@ -56,7 +61,8 @@ class Fates:
                 self._lasting.add(holders)
             elif last is not None and holders not in self._lasting:
                 self._died[holders] = self._died.get(holders, frozenset()) | frozenset(last)
-        return before != (self._died, len(self._lasting))
+                self._let_go.update((holders, *each) for each in lean.get(holders, ()))
+        return before != (self._died, len(self._lasting), len(self._let_go))
 
     def ends(self, holders: Holders) -> Collection[str] | None:
         """After the forward of which calls a storage is gone; None: not before backward.
@@ -67,14 +73,20 @@ class Fates:
             return self._died[holders]
         return frozenset() if self._died and not self._lasting else None
 
+    def borrows(self, holders: Holders, unit: str, grade: str) -> bool:
+        """Whether a grade of lean saves of one of the holders may keep a storage alive, for all that is known."""
+        return (holders, unit, grade) not in self._let_go
+
     def state_dict(self) -> dict[str, list[list[list[str]]]]:
         """What was learnt, as plain data."""
         return {
             "died": [[sorted(holders), sorted(last)] for holders, last in self._died.items()],
             "lasting": [[sorted(holders)] for holders in self._lasting],
+            "let_go": [[sorted(holders), [unit, grade]] for holders, unit, grade in self._let_go],
         }
 
     def load_state_dict(self, state: Mapping[str, list[list[list[str]]]]) -> None:
         """Take over what others learnt."""
         self._died = {frozenset(holders): frozenset(last) for holders, last in state["died"]}
         self._lasting = {frozenset(holders) for (holders,) in state["lasting"]}
+        self._let_go = {(frozenset(holders), unit, grade) for holders, (unit, grade) in state["let_go"]}

@@ -170,8 +170,11 @@ class Rows:
         """What only chosen options hold; takes it out of the base."""
         structure = self.structure
         options_of: dict[int, list[int]] = {}
-        for option, index in [*((option, index) for option, index, _ in self.runs_again), *self.borrows]:
+        for option, index, _ in self.runs_again:
             options_of.setdefault(index, []).append(option)
+        borrowers: dict[int, list[int]] = {}
+        for option, index in self.borrows:
+            borrowers.setdefault(index, []).append(option)
         shared = []
         for loose, holding in zip(structure.loose, structure.loose_holders, strict=True):
             size = int(self.value[loose.size])
@@ -183,7 +186,9 @@ class Rows:
             base -= np.where(counted & (when <= loose.until_time), size, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:
-                for option in options_of.get(index, ()):
+                unit = structure.calls[index].unit
+                lean = [o for o in borrowers.get(index, ()) if fates.borrows(holding, unit, self.options[o].action)]
+                for option in (*options_of.get(index, ()), *lean):
                     until = structure.calls[index].end_time
                     holders.setdefault(option, counted & (when <= until))
             if holders:
