@@ -24,6 +24,8 @@ from bench.models import Batch
 _NO_BYTES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
 """Operations that neither read nor write, besides views."""
 
+LABELS = {"products": "added operations of matrix products, %", "traffic": "added bytes read and written, %"}
+
 
 class Work(NamedTuple):
     """What steps do.
@@ -79,9 +81,9 @@ def rows(
                 **_columns(added.get((menu, share)), whole),
                 **outcome(runner, batches),
             }
-        for index, what in enumerate(("products", "traffic")):
+        for index, (what, label) in enumerate(LABELS.items()):
             drawn = [(*key, work[index] / whole[index]) for key, work in added.items()]
-            draw(name, drawn, results / f"work-{what}-{name}.png", f"added {what}, %")
+            draw(name, drawn, results / f"work-{what}-{name}.png", label)
 
 
 def _columns(added: Work | None, whole: Work) -> Mapping[str, float | None]:

@@ -37,7 +37,9 @@ class InputWatch:
         self._latest = ""
 
     def enters(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A unit is called in forward."""
+        """A unit is called in forward; tensors inside a transform of `torch.func` have no storage of their own."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
         count = self._calls[unit] = self._calls.get(unit, -1) + 1
         self._latest = unit if count == 0 else f"{unit}#{count}"
         for storage in storages_in((args, kwargs)):
