@@ -277,6 +277,8 @@ class Forecast:
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
         if anew and prediction is not None:
             predicted_bytes = self._timeline(prediction, resident).peak_bytes(actions)
+        if self._fates and prediction is not None:
+            predicted_bytes = self._judge_deaths(prediction, resident, actions, predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         if missed > 0:
             self._surplus_bytes = max(missed, self._surplus_bytes)
@@ -299,6 +301,32 @@ class Forecast:
         self._forget_plans()
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
+
+    def _judge_deaths(
+        self,
+        prediction: Prediction,
+        resident: Resident,
+        actions: Mapping[str, str],
+        predicted_bytes: int,
+        measured_bytes: int,
+    ) -> int:
+        """Tell whether inputs that die between two calls are gone when memory is highest there; what is predicted then.
+
+        Until that was measured they are taken to be there, and for good if it ever turns out so.
+        """
+        fates, tolerated = self._fates, MISSED_SHARE / 4 * measured_bytes
+        if fates.prompt is None:
+            fates.prompt = True
+            early = self._timeline(prediction, resident).peak_bytes(actions)
+            fates.prompt = None
+            if early < predicted_bytes:
+                fates.prompt = measured_bytes <= early + tolerated
+                self._forget_plans()
+                return early if fates.prompt else predicted_bytes
+        elif fates.prompt and measured_bytes > predicted_bytes + tolerated:
+            fates.prompt = False
+            self._forget_plans()
+        return predicted_bytes
 
     def learn_inputs(
         self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]

@@ -8,7 +8,7 @@ of the step. Measured planned steps can tell, where the blocks are kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Holders: TypeAlias = frozenset[str]
 """Keys of all calls that are given a storage."""
@@ -26,6 +26,8 @@ class Fates:
     """
 
     def __init__(self) -> None:
+        self.prompt: bool | None = None
+        """Whether what dies before the next call begins, or before backward, is gone when that stretch has its peak."""
         self._died: dict[Holders, frozenset[str]] = {}
         self._lasting: set[Holders] = set()
         self._let_go: set[tuple[Holders, str, str]] = set()
@@ -77,16 +79,18 @@ class Fates:
         """Whether a grade of lean saves of one of the holders may keep a storage alive, for all that is known."""
         return (holders, unit, grade) not in self._let_go
 
-    def state_dict(self) -> dict[str, list[list[list[str]]]]:
+    def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
         return {
+            "prompt": self.prompt,
             "died": [[sorted(holders), sorted(last)] for holders, last in self._died.items()],
             "lasting": [[sorted(holders)] for holders in self._lasting],
             "let_go": [[sorted(holders), [unit, grade]] for holders, unit, grade in self._let_go],
         }
 
-    def load_state_dict(self, state: Mapping[str, list[list[list[str]]]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what others learnt."""
+        self.prompt = state["prompt"]
         self._died = {frozenset(holders): frozenset(last) for holders, last in state["died"]}
         self._lasting = {frozenset(holders) for (holders,) in state["lasting"]}
         self._let_go = {(frozenset(holders), unit, grade) for holders, (unit, grade) in state["let_go"]}

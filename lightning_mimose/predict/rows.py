@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.structure import Resident, Structure
+from lightning_mimose.predict.structure import NEVER, Resident, Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 
@@ -181,6 +181,8 @@ class Rows:
             ends = fates.ends(holding)
             last_use = max(structure.calls[index].out_time for index in loose.holders)
             last_use = max(last_use, *(structure.out_times.get(key, 0) for key in ends or ()), 0)
+            if ends is not None and not fates.prompt and loose.until_time >= 0:
+                last_use = min((call.in_time for call in structure.calls if call.in_time >= last_use), default=NEVER)
             # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
             counted = backward | ((ends is not None or loose.until_time < 0) & (when >= last_use))
             base -= np.where(counted & (when <= loose.until_time), size, 0)

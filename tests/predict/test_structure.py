@@ -28,6 +28,7 @@ from tests.helpers.recording import model_loss, patched, recorded
 DYING = Fates()
 """Of inputs that nothing saves: none was ever seen to live on."""
 DYING.learn({frozenset({"elsewhere"}): set()}, [frozenset({"elsewhere"})], {})
+DYING.prompt = True
 
 
 def resident_of(model: nn.Module, batch: Any, *, zeroes: bool = True, update: int = 0) -> Resident:
