@@ -48,7 +48,7 @@ KNOWN_VIEWS = 8
 """Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
 """Sizes between the rounded ones whose peaks are remembered."""
-STATE_VERSION = 6
+STATE_VERSION = 7
 
 
 class Forecast:

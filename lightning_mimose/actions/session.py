@@ -91,7 +91,7 @@ class Session:
     def arm(self, actions: dict[str, str], recorder: StepRecorder | None) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared = False
+        self.compared, self.watch = False, None
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:

@@ -180,7 +180,8 @@ class StepRecorder:
 
         def goes(_: Any) -> None:
             live = recorder()
-            if live is not None and not live.replays.in_backward and not live._curve.over:
+            waiting = live is not None and not live.replays.in_backward and not live._curve.over
+            if live is not None and waiting and number not in call.gone:  # once for all views of it
                 call.gone[number] = live._curve.latest
                 if call.action == "recompute":
                     live._curve.cut(call.key, IS_GONE, number)

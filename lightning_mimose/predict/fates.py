@@ -75,6 +75,10 @@ class Fates:
             return self._died[holders]
         return frozenset() if self._died and not self._lasting else None
 
+    def lasts(self, holders: Holders) -> bool:
+        """Whether somebody else holds a storage, in backward too."""
+        return holders in self._lasting
+
     def borrows(self, holders: Holders, unit: str, grade: str) -> bool:
         """Whether a grade of lean saves of one of the holders may keep a storage alive, for all that is known."""
         return (holders, unit, grade) not in self._let_go

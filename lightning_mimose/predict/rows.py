@@ -177,6 +177,8 @@ class Rows:
             borrowers.setdefault(index, []).append(option)
         shared = []
         for loose, holding in zip(structure.loose, structure.loose_holders, strict=True):
+            if loose.until_time >= 0 and fates.lasts(holding):
+                continue  # it is there, whoever holds it besides
             size = int(self.value[loose.size])
             ends = fates.ends(holding)
             last_use = max(structure.calls[index].out_time for index in loose.holders)

@@ -157,6 +157,40 @@ class Reader(nn.Module):
         return nn.functional.linear(x, self.embed.weight).logsumexp(2).mean()
 
 
+class Viewed(Attention):
+    """Returns several views of what it saves."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """The same memory, four times."""
+        x, probabilities = super().forward(x)
+        return x, *probabilities.split(1), probabilities
+
+
+class ViewReader(Reader):
+    """Of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Viewed() for _ in range(3)])
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7])
+def test_views_of_one_storage_count_once(share: float) -> None:
+    """However many a block returns."""
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(batch["ids"])
+        return found
+
+    data = batches()
+    plain = train(ViewReader, [*data, *data], loss_fn=loss)
+    done = train(ViewReader, [*data, *data], plain.budget(share), loss_fn=loss, actions=["recompute"])
+    assert equal(plain, done)
+    assert max(done.peaks) <= plain.budget(share)
+    assert len(errors(done, len(data))) > 12
+    assert max(errors(done, len(data))) < 0.01
+
+
 @pytest.mark.parametrize(("share", "actions"), [(0.95, None), (0.6, None), (0.95, ["recompute"]), (0.6, ["recompute"])])
 def test_probabilities_that_are_saved_and_handed_over_count_once(share: float, actions: list[str] | None) -> None:
     """While somebody holds them besides; and no recomputation or recipe frees them then."""
