@@ -19,7 +19,7 @@ from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.structure import Resident
-from lightning_mimose.predict.timeline import KEEP, Timeline
+from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
 
 MINIMUM_UNIT_SHARE = 1e-4
@@ -89,6 +89,8 @@ class Forecast:
         self.verified = 0
         """Planned steps in a row whose prediction held, more or less."""
         self._fates = Fates()
+        self._unsure = False
+        """Whether plans may have been made for inputs that live longer than is predicted."""
         self._largest_allocated_bytes = 0
         self._fragmentation_bytes = 0
         self._actual_peaks: dict[Any, int] = {}
@@ -129,14 +131,17 @@ class Forecast:
                 f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "
                 f"Ask again after some training steps on batches with these dimensions.{self._unlike(size)}"
             )
+        return self._timeline(prediction, self._with_batch(prediction)), prediction
+
+    def _with_batch(self, prediction: Prediction) -> Resident:
+        """What is resident in a step, its batch included."""
         data = round(float(prediction.values[prediction.structure.batch]))
         here = self.resident
-        resident = Resident(
+        return Resident(
             here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
         )
-        return self._timeline(prediction, resident), prediction
 
-    def _timeline(self, prediction: Prediction, resident: Resident) -> Timeline:
+    def _timeline(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
         timeline = assemble(
             prediction.structure,
             prediction.values,
@@ -144,10 +149,16 @@ class Forecast:
             seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(self.left_out),
-            fates=self._fates,
+            fates=self._fates if fates is None else fates,
             extras=self._extras(prediction),
         )
         return timeline.only(lambda _, action: action not in prediction.doubtful)
+
+    def _at_worst(self, prediction: Prediction, resident: Resident, timeline: Timeline) -> Timeline:
+        """What plans are made on, and rooms are claimed by: if all inputs of which nothing is known yet live on."""
+        fates = self._fates.at_worst(prediction.structure)
+        self._unsure |= fates is not None
+        return timeline if fates is None else self._timeline(prediction, resident, fates)
 
     def _extras(self, prediction: Prediction) -> Extras:
         smaller = {}
@@ -169,15 +180,15 @@ class Forecast:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
         # Lean saves let some inputs go earlier than at the end that was seen.
-        unsure = DYING_INPUTS_ERROR if self._fates and set(self.actions) & set(GRADES) else 0.0
+        unsure = DYING_INPUTS_ERROR if self._fates.any_dies and set(self.actions) & set(GRADES) else 0.0
         error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
-        """A plan is made for a size rounded up; the prediction is for the actual one."""
-        if planned == size:
+        """A plan is made for a size rounded up, and for the worst; the prediction is for the actual size."""
+        if planned == size and not self._unsure:
             return plan.predicted_peak_bytes
         slot = (size, plan, resident)
         if slot not in self._actual_peaks:
@@ -197,7 +208,9 @@ class Forecast:
             if prediction is None:
                 return None
             timeline = self._timeline(prediction, resident)
-            least, trusted = self.sure_bytes(timeline), self._trusts(prediction, timeline)
+            trusted = self._trusts(prediction, timeline)
+            timeline = self._at_worst(prediction, resident, timeline)
+            least = self.sure_bytes(timeline)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
             wants = timeline.peak_bytes({}) + margin
             if len(self._views) >= KNOWN_VIEWS:
@@ -277,7 +290,7 @@ class Forecast:
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
         if anew and prediction is not None:
             predicted_bytes = self._timeline(prediction, resident).peak_bytes(actions)
-        if self._fates and prediction is not None:
+        if self._fates.any_dies and prediction is not None:
             predicted_bytes = self._judge_deaths(prediction, resident, actions, predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         if missed > 0:
@@ -316,9 +329,7 @@ class Forecast:
         """
         fates, tolerated = self._fates, MISSED_SHARE / 4 * measured_bytes
         if fates.prompt is None:
-            fates.prompt = True
-            early = self._timeline(prediction, resident).peak_bytes(actions)
-            fates.prompt = None
+            early = self._timeline(prediction, resident, fates.if_prompt()).peak_bytes(actions)
             if early < predicted_bytes:
                 fates.prompt = measured_bytes <= early + tolerated
                 self._forget_plans()
@@ -344,24 +355,7 @@ class Forecast:
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             return False
-        structure = prediction.structure
-        acting = [unit for unit, action in actions.items() if action != KEEP]
-        holding = [unit for unit in acting if actions[unit] not in GRADES]
-        unit_of = {call.key: call.unit for call in structure.calls}
-
-        def touched(holders: frozenset[str], units: Sequence[str]) -> bool:
-            return any(f"{unit_of[call]}.".startswith(f"{unit}.") for call in holders for unit in units)
-
-        waiting = zip(structure.loose, structure.loose_holders, strict=True)
-        loose = [each for shape, each in waiting if shape.until_time >= 0 and not touched(each, holding)]
-        # What a grade may borrow, the grades before it may.
-        grades = {unit: GRADES[: GRADES.index(actions[unit]) + 1] for unit in acting if unit not in holding}
-        lean = {
-            each: [(unit, grade) for unit, known in grades.items() if touched(each, [unit]) for grade in known]
-            for each in loose
-            if touched(each, list(grades))
-        }
-        news = self._fates.learn(fates, loose, lean)
+        news = self._fates.learn_from(fates, prediction.structure, actions, GRADES)
         if news:
             self._forget_plans()
         return news
@@ -399,6 +393,7 @@ class Forecast:
         """What plans, peaks and views were made from is no longer believed."""
         self._actual_peaks.clear()
         self._views.clear()
+        self._unsure = False
 
     def guarded(self) -> dict[str, str]:
         """Unit -> what is not done with it, and why."""

@@ -34,7 +34,7 @@ class Session:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
         actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
-        watch: Follows what they are given in the forward of a planned step that is measured.
+        watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.trace import call_key
 from lightning_mimose.parts import storages_in
 
 
@@ -41,17 +43,14 @@ class InputWatch:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         count = self._calls[unit] = self._calls.get(unit, -1) + 1
-        self._latest = unit if count == 0 else f"{unit}#{count}"
+        self._latest = call_key(unit, count)
         for storage in storages_in((args, kwargs)):
             if self._storages.is_resident(storage):
                 continue
             number = self._storages.number(storage)
             self._given.setdefault(number, set()).add(self._latest)
             if number not in self._alive:
-                self._alive[number] = weakref.ref(storage, lambda _, number=number: self._dies(number))  # type: ignore[misc]
-
-    def _dies(self, number: int) -> None:
-        self._last[number] = self._latest
+                self._alive[number] = weakref.ref(storage, partial(_dies, weakref.ref(self), number))
 
     def fates(self) -> dict[frozenset[str], set[str] | None]:
         """Backward is about to begin: calls given a storage -> those that had begun last when such storages died.
@@ -68,3 +67,14 @@ class InputWatch:
             elif before is not None:
                 before.add(last)
         return found
+
+    def storage_dies(self, number: int) -> None:
+        """A storage is gone: the call that began last is the last of its life."""
+        self._last[number] = self._latest
+
+
+def _dies(watch: weakref.ref[InputWatch], number: int, _: object) -> None:
+    """A storage may outlive who follows it."""
+    follower = watch()
+    if follower is not None:
+        follower.storage_dies(number)

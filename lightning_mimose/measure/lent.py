@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
-
-Event: TypeAlias = tuple[str, str, int]
+from lightning_mimose.measure.trace import IS_GONE, Call, Event, StepTrace
 
 
 class SavedBy(NamedTuple):
@@ -64,8 +62,9 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
     nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
     until = min(call.gone[given] for given in returned.values())
     found = Lent(may_be, nbytes, until, frozenset(returned))
-    gone = {(call.key, IS_GONE, given) for given in returned.values()}
-    end = next((piece.event for piece in trace.pieces if piece.mark == until and piece.event in gone), None)
+    ends = [trace.ends.get((call.key, IS_GONE, given)) for given in returned.values()]
+    first = min((index for index in ends if index is not None and trace.pieces[index].mark == until), default=None)
+    end = None if first is None else trace.pieces[first].event
     return found if end is None else found._replace(until=until + 1, end=end)
 
 

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
 from lightning_mimose.measure.meter import Interval
+
+
+def call_key(unit: str, occurrence: int) -> str:
+    """Identifies a call of a unit across steps.
+
+    Example:
+        >>> call_key("block", 0), call_key("block", 1)
+        ('block', 'block#1')
+    """
+    return unit if occurrence == 0 else f"{unit}#{occurrence}"
 
 
 @dataclass(eq=False)
@@ -59,7 +71,7 @@ class Call:
     @property
     def key(self) -> str:
         """Identifies the call across steps."""
-        return self.unit if self.occurrence == 0 else f"{self.unit}#{self.occurrence}"
+        return call_key(self.unit, self.occurrence)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -106,6 +118,10 @@ DIES, IS_USED, IS_GONE = "dies", "is used", "is gone"
 its storage: nobody holds it any more."""
 
 
+Event: TypeAlias = tuple[str, str, int]
+"""What cuts an interval: (key of the call, what happens, to which item or storage)."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of an interval.
@@ -114,13 +130,13 @@ class Piece:
         mark: Index of the mark that opens the interval.
         level_bytes: Live bytes at its start, relative as in `Interval`.
         peak_bytes: Largest bytes in it.
-        event: What opens it, if it is not the mark: (key of the call, what happens, to which item or storage).
+        event: What opens it, if it is not the mark.
     """
 
     mark: int
     level_bytes: int
     peak_bytes: int
-    event: tuple[str, str, int] | None = None
+    event: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,12 @@ class StepTrace:
     aside_peak_bytes: int = 0
     passes_apart: bool = False
     pieces: tuple[Piece, ...] = ()
+
+    @cached_property
+    def ends(self) -> dict[Event, int]:
+        """Ends of what regions returned that cut an interval -> index of the piece that each opens."""
+        opened = ((piece.event, index) for index, piece in enumerate(self.pieces))
+        return {event: index for event, index in opened if event is not None and event[1] == IS_GONE}
 
     @property
     def peak_bytes(self) -> int:

@@ -91,7 +91,7 @@ def assemble(
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
-    return assembly.timeline(fates or Fates())
+    return assembly.timeline(Fates() if fates is None else fates)
 
 
 class _Assembly(Rows):

@@ -2,13 +2,17 @@
 
 A mask is given to every block of an encoder, and saved by none of them. In a sheltered step the blocks hold it until
 they have been recomputed, so that nobody can tell how long it would live without them: to the encoder's end, or to that
-of the step. Measured planned steps can tell, where the blocks are kept.
+of the step. Planned steps can tell, where the blocks are kept: the first ones, and those that are measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeAlias
+
+from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.timeline import KEEP
 
 Holders: TypeAlias = frozenset[str]
 """Keys of all calls that are given a storage."""
@@ -32,9 +36,45 @@ class Fates:
         self._lasting: set[Holders] = set()
         self._let_go: set[tuple[Holders, str, str]] = set()
 
-    def __bool__(self) -> bool:
+    @property
+    def any_dies(self) -> bool:
         """Whether any of them dies early."""
         return bool(self._died)
+
+    def learn_from(
+        self,
+        seen: Mapping[Holders, Collection[str] | None],
+        structure: Structure,
+        actions: Mapping[str, str],
+        grades: Sequence[str],
+    ) -> bool:
+        """Take in what a planned step showed.
+
+        Args:
+            seen: See `learn`.
+            structure: The step.
+            actions: Unit -> what it did.
+            grades: The grades of lean saves, the least first: what one may hold, those before it may.
+
+        Returns:
+            Whether anything is new.
+        """
+        acting = [unit for unit, action in actions.items() if action != KEEP]
+        holding = [unit for unit in acting if actions[unit] not in grades]
+        unit_of = {call.key: call.unit for call in structure.calls}
+
+        def touched(holders: Holders, units: Sequence[str]) -> bool:
+            return any(f"{unit_of[call]}.".startswith(f"{unit}.") for call in holders for unit in units)
+
+        waiting = zip(structure.loose, structure.loose_holders, strict=True)
+        loose = [each for shape, each in waiting if shape.was_held and not touched(each, holding)]
+        so_far = {unit: grades[: grades.index(actions[unit]) + 1] for unit in acting if unit not in holding}
+        lean = {
+            each: [(unit, grade) for unit, known in so_far.items() if touched(each, [unit]) for grade in known]
+            for each in loose
+            if touched(each, list(so_far))
+        }
+        return self.learn(seen, loose, lean)
 
     def learn(
         self,
@@ -42,7 +82,7 @@ class Fates:
         loose: Iterable[Holders],
         lean: Mapping[Holders, Collection[tuple[str, str]]],
     ) -> bool:
-        """Take in what a planned step showed.
+        """Take in what became of inputs.
 
         Args:
             seen: Holders of a storage -> the calls that had begun last when such storages died; None where one did not.
@@ -82,6 +122,24 @@ class Fates:
     def borrows(self, holders: Holders, unit: str, grade: str) -> bool:
         """Whether a grade of lean saves of one of the holders may keep a storage alive, for all that is known."""
         return (holders, unit, grade) not in self._let_go
+
+    def if_prompt(self) -> Fates:
+        """The same, if what dies before the next call begins is gone when that stretch has its peak."""
+        other = deepcopy(self)
+        other.prompt = True
+        return other
+
+    def at_worst(self, structure: Structure) -> Fates | None:
+        """The same, if somebody holds to the step's end all of which nothing is known; None where all is known."""
+        waiting = zip(structure.loose, structure.loose_holders, strict=True)
+        unknown = {
+            each for shape, each in waiting if shape.was_held and not self.lasts(each) and self.ends(each) is None
+        }
+        if not unknown:
+            return None
+        other = deepcopy(self)
+        other._lasting |= unknown
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

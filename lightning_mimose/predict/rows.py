@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.structure import NEVER, Resident, Structure
+from lightning_mimose.predict.structure import NEVER, LooseShape, Resident, Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 
@@ -177,16 +178,10 @@ class Rows:
             borrowers.setdefault(index, []).append(option)
         shared = []
         for loose, holding in zip(structure.loose, structure.loose_holders, strict=True):
-            if loose.until_time >= 0 and fates.lasts(holding):
+            if loose.was_held and fates.lasts(holding):
                 continue  # it is there, whoever holds it besides
             size = int(self.value[loose.size])
-            ends = fates.ends(holding)
-            last_use = max(structure.calls[index].out_time for index in loose.holders)
-            last_use = max(last_use, *(structure.out_times.get(key, 0) for key in ends or ()), 0)
-            if ends is not None and not fates.prompt and loose.until_time >= 0:
-                last_use = min((call.in_time for call in structure.calls if call.in_time >= last_use), default=NEVER)
-            # What no region held in the measured step (an input inside one) is not in the base, in forward neither.
-            counted = backward | ((ends is not None or loose.until_time < 0) & (when >= last_use))
+            counted = backward | (when >= self._end_of(loose, fates.ends(holding), prompt=bool(fates.prompt)))
             base -= np.where(counted & (when <= loose.until_time), size, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in loose.holders:
@@ -198,3 +193,23 @@ class Rows:
             if holders:
                 shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
         return shared
+
+    def _end_of(self, loose: LooseShape, ends: Collection[str] | None, *, prompt: bool) -> int:
+        """When something is gone, in forward, if no chosen option holds it; `NEVER` if it lives until backward.
+
+        Args:
+            loose: What.
+            ends: After the forward of which calls it goes, see `Fates.ends`.
+            prompt: Whether it does so before memory is highest between two calls.
+        """
+        structure = self.structure
+        last_use = max(structure.calls[index].out_time for index in loose.holders)
+        last_use = max(last_use, *(structure.out_times.get(key, 0) for key in ends or ()), 0)
+        if not loose.was_held:
+            return last_use
+        if ends is None:
+            return NEVER
+        if prompt:
+            return last_use
+        begin = bisect_left(structure.in_times, last_use)
+        return structure.in_times[begin] if begin < len(structure.in_times) else NEVER

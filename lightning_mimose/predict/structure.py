@@ -133,6 +133,11 @@ class LooseShape:
     holders: tuple[int, ...]
     until_time: int
 
+    @property
+    def was_held(self) -> bool:
+        """Whether calls held it in the measured step; if not (an input inside one), what was measured is without it."""
+        return self.until_time >= 0
+
 
 @dataclass(frozen=True)
 class LeanShape:
@@ -201,6 +206,11 @@ class Structure:
     def loose_holders(self) -> tuple[frozenset[str], ...]:
         """Of every loose storage: the keys of the calls that hold it."""
         return tuple(frozenset(self.calls[index].key for index in loose.holders) for loose in self.loose)
+
+    @cached_property
+    def in_times(self) -> list[int]:
+        """When forwards begin, in order."""
+        return sorted(call.in_time for call in self.calls)
 
     @cached_property
     def out_times(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lightning_mimose.measure.trace import call_key
 from lightning_mimose.predict.structure import NEVER, Structure
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.shared.claim import Claim
@@ -100,7 +101,7 @@ class Stops:
         occurrence = self._seen.get(name, 0)
         self._seen[name] = occurrence + 1
         # A recomputation is a later call than any of the forward, and so has no place.
-        place = self._places.get(name if occurrence == 0 else f"{name}#{occurrence}")
+        place = self._places.get(call_key(name, occurrence))
         if place is None:
             return run(args, kwargs)
         forward, backward = place

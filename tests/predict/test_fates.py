@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_mimose.predict.fates import Fates
+from lightning_mimose.predict.structure import CallShape, LooseShape, Structure
 
 MASK, BIAS, OTHER = frozenset({"a", "b"}), frozenset({"c"}), frozenset({"d"})
 
@@ -16,7 +17,7 @@ def test_an_input_that_lived_once_is_never_taken_to_die() -> None:
     assert fates.ends(MASK) is None
     assert not fates.learn({MASK: {"b"}}, [MASK], {})
     assert fates.ends(MASK) is None
-    assert not fates
+    assert not fates.any_dies
 
 
 def test_the_latest_of_all_deaths_counts() -> None:
@@ -68,3 +69,30 @@ def test_what_was_learnt_survives_a_checkpoint() -> None:
     assert other.ends(MASK) == {"b"}
     assert other.ends(BIAS) is None
     assert other.ends(OTHER) is None
+
+
+def call(key: str, time: int) -> CallShape:
+    """Of a unit of that name."""
+    return CallShape(key, key, True, time, time + 1, 20 - time, *range(8))
+
+
+def test_at_worst_inputs_of_which_nothing_is_known_last() -> None:
+    """Those that the measured step held; what was learnt stays as it is, and nothing is learnt by supposing."""
+    calls = (call("a", 1), call("b", 3), call("c", 5), call("d", 7))
+    loose = (LooseShape(0, (1, 0), 18), LooseShape(0, (2,), 15), LooseShape(0, (3,), -1))
+    structure = Structure(("a", "b", "c", "d"), (-1,) * 4, calls, (), loose, 0, 8)
+    fates = Fates()
+    worst = fates.at_worst(structure)
+    assert worst is not None
+    assert worst.lasts(MASK)
+    assert worst.lasts(BIAS)
+    assert not worst.lasts(OTHER)
+    fates.learn({MASK: {"b"}, BIAS: None}, [MASK, BIAS], {})
+    assert fates.at_worst(structure) is None
+    assert not fates.lasts(MASK)
+    fates = Fates()
+    fates.learn({BIAS: None}, [BIAS], {})
+    worst = fates.at_worst(structure)
+    assert worst is not None
+    assert worst.lasts(MASK)
+    assert not fates.lasts(MASK)
