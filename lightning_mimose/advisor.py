@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -101,18 +100,12 @@ class Advisor(Forecast):
                 return Advice(beyond, None, False)
             self._announce()
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
-            make = partial(
-                self.planner.plan,
-                self._key(planned),
-                budget_bytes=self.budget_bytes,
-                margin_bytes=margin,
-                can_wait=self.sure_bytes(timeline) <= self.budget_bytes,
-                missed_bytes=self._surplus_bytes,
+            sheltered = self.sure_bytes(timeline) <= self.budget_bytes
+            menu = self.menu(timeline)
+            key = self._key(planned)
+            plan, infeasible = self.planner.plan(
+                key, menu, self.budget_bytes, margin, can_wait=sheltered, missed_bytes=self._surplus_bytes
             )
-            worst = self._at_worst(prediction, resident, timeline)
-            plan, infeasible = make(self.menu(worst))
-            if worst is not timeline and (plan is None or infeasible):
-                plan, infeasible = make(self.menu(timeline))
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
             proves = self.beyond(prediction) > 0
@@ -275,7 +268,6 @@ class Advisor(Forecast):
         if prediction is None:
             return lambda choices: None
         timeline = self._timeline(prediction, resident)
-        worst = self._at_worst(prediction, resident, timeline)
         free = self._margin_bytes(prediction, timeline, self.budget_bytes)
 
         def judged(choices: Choices) -> Judgement | None:
@@ -291,7 +283,7 @@ class Advisor(Forecast):
                 else:
                     del understood[unit]
             peak = timeline.peak_bytes(understood)
-            fits = worst.peak_bytes(understood) + free <= self.budget_bytes
+            fits = peak + free <= self.budget_bytes
             return Judgement(tuple(understood.items()), peak, timeline.added_seconds(understood), fits)
 
         return judged
@@ -322,8 +314,7 @@ class Advisor(Forecast):
         size = self.size_of(batch_or_size)
         timeline, prediction = self._timeline_of(size)
         margin = self._margin_bytes(prediction, timeline, budget)
-        worst = self._at_worst(prediction, self._with_batch(prediction), timeline)
-        plan = self.planner.answer(size, self.menu(worst), budget, margin)
+        plan = self.planner.answer(size, self.menu(timeline), budget, margin)
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)

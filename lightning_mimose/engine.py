@@ -257,6 +257,12 @@ class Engine:
         step.evaluated_again = step.updating
         self._metering.begin_backward(step, loss)
 
+    def after_backward(self) -> None:
+        """A backward pass is done, and nothing was let go of since; optional: something is learnt from it."""
+        step = self._step
+        if step is not None and step.sheltered and step.recorder is not None and not step.updating:
+            step.recorder.end_backward()
+
     def before_update(self) -> None:
         """Backward is done; an optimizer is about to update.
 

@@ -89,8 +89,6 @@ class Forecast:
         self.verified = 0
         """Planned steps in a row whose prediction held, more or less."""
         self._fates = Fates()
-        self._unsure = False
-        """Whether plans may have been made for inputs that live longer than is predicted."""
         self._largest_allocated_bytes = 0
         self._fragmentation_bytes = 0
         self._actual_peaks: dict[Any, int] = {}
@@ -131,15 +129,12 @@ class Forecast:
                 f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "
                 f"Ask again after some training steps on batches with these dimensions.{self._unlike(size)}"
             )
-        return self._timeline(prediction, self._with_batch(prediction)), prediction
-
-    def _with_batch(self, prediction: Prediction) -> Resident:
-        """What is resident in a step, its batch included."""
         data = round(float(prediction.values[prediction.structure.batch]))
         here = self.resident
-        return Resident(
+        resident = Resident(
             here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
         )
+        return self._timeline(prediction, resident), prediction
 
     def _timeline(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
         timeline = assemble(
@@ -153,12 +148,6 @@ class Forecast:
             extras=self._extras(prediction),
         )
         return timeline.only(lambda _, action: action not in prediction.doubtful)
-
-    def _at_worst(self, prediction: Prediction, resident: Resident, timeline: Timeline) -> Timeline:
-        """What plans are made on, and rooms are claimed by: if all inputs of which nothing is known yet live on."""
-        fates = self._fates.at_worst(prediction.structure)
-        self._unsure |= fates is not None
-        return timeline if fates is None else self._timeline(prediction, resident, fates)
 
     def _extras(self, prediction: Prediction) -> Extras:
         smaller = {}
@@ -187,8 +176,8 @@ class Forecast:
         return free + self._surplus_bytes + self._fragmentation_bytes
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
-        """A plan is made for a size rounded up, and for the worst; the prediction is for the actual size."""
-        if planned == size and not self._unsure:
+        """A plan is made for a size rounded up; the prediction is for the actual one."""
+        if planned == size:
             return plan.predicted_peak_bytes
         slot = (size, plan, resident)
         if slot not in self._actual_peaks:
@@ -208,9 +197,7 @@ class Forecast:
             if prediction is None:
                 return None
             timeline = self._timeline(prediction, resident)
-            trusted = self._trusts(prediction, timeline)
-            timeline = self._at_worst(prediction, resident, timeline)
-            least = self.sure_bytes(timeline)
+            least, trusted = self.sure_bytes(timeline), self._trusts(prediction, timeline)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
             wants = timeline.peak_bytes({}) + margin
             if len(self._views) >= KNOWN_VIEWS:
@@ -265,6 +252,7 @@ class Forecast:
         # No planned step may be left to show that less will do.
         self._surplus_bytes = int(self._surplus_bytes * SURPLUS_LEFT)
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
+        self._fates.learn_held(observation.structure)
         self._forget_plans()
 
     def verify(
@@ -393,7 +381,6 @@ class Forecast:
         """What plans, peaks and views were made from is no longer believed."""
         self._actual_peaks.clear()
         self._views.clear()
-        self._unsure = False
 
     def guarded(self) -> dict[str, str]:
         """Unit -> what is not done with it, and why."""

@@ -208,6 +208,7 @@ class _Student:
                 engine.begin_backward(loss)
             loss.backward()
             if engine is not None:
+                engine.after_backward()
                 engine.before_update()
             self._optimizer.step()
         except MimoseError:

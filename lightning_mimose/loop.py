@@ -92,7 +92,7 @@ class Mimose:
         optimizers = checked_optimizers(optimizer, update_fn, model)
         self._model: nn.Module | None = model
         self._optimizers = optimizers
-        self._optimized: list[nn.Parameter] = []
+        self._optimized: list[list[nn.Parameter]] = []
         self._has_all = False
         """Whether the optimizers, of these parameters, have all of the model's."""
         self._loss_fn = loss_fn or own_loss
@@ -170,6 +170,7 @@ class Mimose:
                 self._zero_gradients(model)
             engine.begin_backward(loss)
             self._backward_fn(loss)
+            engine.after_backward()
             return loss.detach()
 
         try:
@@ -196,10 +197,11 @@ class Mimose:
         """Those of the optimizers, which may hold parameters of the loss, and of what else the model has."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         known = self._optimized
-        if not all(map(is_, chain(optimized(*self._optimizers), [None]), chain(known, [None]))):
-            self._optimized = known = list(optimized(*self._optimizers))
-            self._has_all = set(map(id, model.parameters())) <= set(map(id, known))
+        if len(known) != len(groups) or not all(map(_are_the_same, groups, known)):
+            self._optimized = [list(parameters) for parameters in groups]
+            self._has_all = set(map(id, model.parameters())) <= set(map(id, chain.from_iterable(groups)))
         if not self._has_all:  # the model's own walks through all its modules
             model.zero_grad(set_to_none=True)
 
@@ -235,6 +237,11 @@ class Mimose:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they have the same objects: tensors are not to be compared with `==`."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:

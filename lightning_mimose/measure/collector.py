@@ -61,6 +61,7 @@ class StepRecorder:
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
         self._saved_between: set[int] = set()
+        self._outlived: frozenset[int] = frozenset()
         self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
 
@@ -86,6 +87,10 @@ class StepRecorder:
         self.mark("step", "backward")
         self.replays.forward_goes_on()
         self.replays.in_backward = True
+
+    def end_backward(self) -> None:
+        """A backward pass is over: what its regions held is gone, and what is there others hold."""
+        self._outlived = self._storages.alive()
 
     @property
     def interval(self) -> int | None:
@@ -123,6 +128,7 @@ class StepRecorder:
             measured.aside_peak_bytes,
             self.replays.passes_apart,
             measured.pieces,
+            self._outlived,
         )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------

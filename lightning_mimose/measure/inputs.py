@@ -36,21 +36,21 @@ class InputWatch:
         self._last: dict[int, str] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._calls: dict[str, int] = {}
-        self._latest = ""
+        self._begun: list[str] = []
 
     def enters(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A unit is called in forward; tensors inside a transform of `torch.func` have no storage of their own."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         count = self._calls[unit] = self._calls.get(unit, -1) + 1
-        self._latest = call_key(unit, count)
+        self._begun.append(call_key(unit, count))
         for storage in storages_in((args, kwargs)):
             if self._storages.is_resident(storage):
                 continue
             number = self._storages.number(storage)
-            self._given.setdefault(number, set()).add(self._latest)
+            self._given.setdefault(number, set()).add(self._begun[-1])
             if number not in self._alive:
-                self._alive[number] = weakref.ref(storage, partial(_dies, weakref.ref(self), number))
+                self._alive[number] = weakref.ref(storage, partial(_note_end, self._last, self._begun, number))
 
     def fates(self) -> dict[frozenset[str], set[str] | None]:
         """Backward is about to begin: calls given a storage -> those that had begun last when such storages died.
@@ -68,13 +68,7 @@ class InputWatch:
                 before.add(last)
         return found
 
-    def storage_dies(self, number: int) -> None:
-        """A storage is gone: the call that began last is the last of its life."""
-        self._last[number] = self._latest
 
-
-def _dies(watch: weakref.ref[InputWatch], number: int, _: object) -> None:
-    """A storage may outlive who follows it."""
-    follower = watch()
-    if follower is not None:
-        follower.storage_dies(number)
+def _note_end(ends: dict[int, str], begun: list[str], number: int, _: object) -> None:
+    """A storage is gone: the call that began last is the last of its life."""
+    ends[number] = begun[-1]

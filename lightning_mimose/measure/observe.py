@@ -292,6 +292,7 @@ def _loose(
                 size=columns.add(sizes[number]),
                 holders=tuple(sorted((index[id(c)] for c in calls), key=lambda i: -shapes[order[i]].backward_time)),
                 until_time=max(regions, default=-1),
+                outlives=number in trace.outlived,
             )
         )
     return tuple(found)

@@ -51,6 +51,10 @@ class Storages:
         """The number of every tensor's storage in a structure."""
         return [self.number(storage) for storage in storages_in(tree)]
 
+    def alive(self) -> frozenset[int]:
+        """The numbers of those that are there."""
+        return frozenset(self._numbers.values())
+
     def clear(self) -> None:
         """Forget all of them: the step is over."""
         self._numbers.clear()

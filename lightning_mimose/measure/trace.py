@@ -163,6 +163,7 @@ class StepTrace:
         passes_apart: Whether a region was recomputed for another pass than the step's own: a second one over the same
             graph, or one in the midst of the forward.
         pieces: The intervals cut at events, in order of time.
+        outlived: Storage ids that were there when backward was over.
     """
 
     calls: tuple[Call, ...]
@@ -173,6 +174,7 @@ class StepTrace:
     aside_peak_bytes: int = 0
     passes_apart: bool = False
     pieces: tuple[Piece, ...] = ()
+    outlived: frozenset[int] = frozenset()
 
     @cached_property
     def ends(self) -> dict[Event, int]:

@@ -303,10 +303,10 @@ class MimoseCallback(Callback):
         self._begin()
 
     def _begin_forward(self) -> None:
-        """Plan anew if the module's own hook, which comes after the callback's, has frozen or unfrozen layers."""
+        """Plan anew if the module's own hook, which comes after the callback's, has unfrozen layers."""
         begin, self._begin = self._begin, None
         if self._engine is not None:
-            if begin is not None and self._engine.ledger.trains_others():
+            if begin is not None and self._engine.ledger.trains_more():
                 self._engine.drop_step()
                 begin()
             self._engine.begin_forward()
@@ -316,6 +316,11 @@ class MimoseCallback(Callback):
         if self._engine is not None and self._habits is not None:
             self._habits.look(pl_module)
             self._engine.begin_backward(loss)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What is still there, somebody holds."""
+        if self._engine is not None:
+            self._engine.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Backward is done; with manual optimization more of it may follow."""

@@ -153,12 +153,21 @@ class Estimator:
         structure = self._latest.get(_names(key))
         if structure is None or structure not in self._observed:
             return None
-        seen = [structure for structure, known in self._observed.items() if key in known]
-        if seen:
+        seen = [other for other, known in self._observed.items() if key in known]
+        # Beside other gradients of earlier steps (none, in the first one) it was another step: a fit is better then.
+        alike = [other for other in seen if other.old_gradient_bytes == structure.old_gradient_bytes]
+        fitted = None if alike else self._fitted(structure, dims, key)
+        seen = alike or seen
+        if seen and (fitted is None or not fitted.trusted):
             # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
             believed = key in self._measured_since or len(self) >= self._enough
             trusted = len(seen) == 1 and believed and self._is_complete(structure, key)
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
+        return fitted
+
+    def _fitted(
+        self, structure: Structure, dims: Mapping[str, int], key: tuple[tuple[str, int], ...]
+    ) -> Prediction | None:
         best: Prediction | None = None
         for batch in (dims.get("batch"), None):
             fit = self._fit(structure, batch, _names(key))

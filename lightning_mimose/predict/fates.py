@@ -1,8 +1,9 @@
 """Fates: which inputs of units die before backward, where no unit has to hold them; told by planned steps.
 
 A mask is given to every block of an encoder, and saved by none of them. In a sheltered step the blocks hold it until
-they have been recomputed, so that nobody can tell how long it would live without them: to the encoder's end, or to that
-of the step. Planned steps can tell, where the blocks are kept: the first ones, and those that are measured.
+they have been recomputed: if it is still there after that, somebody else holds it; if not, nobody can tell how long it
+would live without them, to the encoder's end or to backward. Planned steps can tell, where the blocks are kept: the
+first ones, and those that are measured.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class Fates:
     def any_dies(self) -> bool:
         """Whether any of them dies early."""
         return bool(self._died)
+
+    def learn_held(self, structure: Structure) -> None:
+        """Take in what a sheltered step showed: what was there when its backward was over, somebody else holds."""
+        for shape, holders in zip(structure.loose, structure.loose_holders, strict=True):
+            if shape.outlives:
+                self._died.pop(holders, None)
+                self._lasting.add(holders)
 
     def learn_from(
         self,
@@ -127,18 +135,6 @@ class Fates:
         """The same, if what dies before the next call begins is gone when that stretch has its peak."""
         other = deepcopy(self)
         other.prompt = True
-        return other
-
-    def at_worst(self, structure: Structure) -> Fates | None:
-        """The same, if somebody holds to the step's end all of which nothing is known; None where all is known."""
-        waiting = zip(structure.loose, structure.loose_holders, strict=True)
-        unknown = {
-            each for shape, each in waiting if shape.was_held and not self.lasts(each) and self.ends(each) is None
-        }
-        if not unknown:
-            return None
-        other = deepcopy(self)
-        other._lasting |= unknown
         return other
 
     def state_dict(self) -> dict[str, Any]:

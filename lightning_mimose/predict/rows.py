@@ -203,8 +203,11 @@ class Rows:
             prompt: Whether it does so before memory is highest between two calls.
         """
         structure = self.structure
-        last_use = max(structure.calls[index].out_time for index in loose.holders)
-        last_use = max(last_use, *(structure.out_times.get(key, 0) for key in ends or ()), 0)
+        last_use = max(
+            *(structure.calls[index].out_time for index in loose.holders),
+            *(structure.out_times.get(key, 0) for key in ends or ()),
+            0,
+        )
         if not loose.was_held:
             return last_use
         if ends is None:

@@ -127,11 +127,13 @@ class LooseShape:
         size: Column of its bytes.
         holders: Indices of the calls that hold it when recomputed, the longest-holding first.
         until_time: Until when it was held in the measured step, -1 if it was not.
+        outlives: Whether it was still there when backward was over; no part of what makes two steps alike.
     """
 
     size: int
     holders: tuple[int, ...]
     until_time: int
+    outlives: bool = field(default=False, compare=False)
 
     @property
     def was_held(self) -> bool:

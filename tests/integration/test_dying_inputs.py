@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
+from lightning_mimose import MimoseCallback
 from tests.helpers.architectures import ARCHITECTURES, Trained, equal, train
-from tests.helpers.models import Batch
+from tests.helpers.fits import same
+from tests.helpers.meter import MeterCallback
+from tests.helpers.models import Batch, loader, quiet_trainer
 
 BATCH, WIDTH = 4, 32
 
@@ -125,8 +130,55 @@ class Held(Tail):
 
 @pytest.mark.parametrize("share", [0.97, 0.94, 0.9])
 def test_a_table_that_is_held_in_backward_does_not_break_the_budget_before_that_is_known(share: float) -> None:
-    """Plans are made for the worst until a planned step has shown what becomes of it."""
+    """What is there when the first steps' backward is over will be there in others."""
     check(Held, share, ["recompute"])
+
+
+class Manual(pl.LightningModule):
+    """Its table is a local of a step that runs its own backward."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(64, WIDTH), nn.ModuleList(Block() for _ in range(3))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """Forward, backward, update."""
+        x = self.embed(batch["ids"])
+        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
+        for block in self.blocks:
+            x = block(x, table)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(x.square().mean())
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("share", [0.97, 0.9])
+def test_a_local_of_a_manual_step_is_counted_in_backward(share: float) -> None:
+    """From the first planned step on."""
+
+    def fit(*callbacks: pl.Callback) -> tuple[MeterCallback, dict[str, torch.Tensor]]:
+        pl.seed_everything(0, verbose=False)
+        task, meter = Manual(), MeterCallback()
+        quiet_trainer(meter, *callbacks).fit(task, loader([*batches(), *batches()]))
+        return meter, task.state_dict()
+
+    plain, weights = fit()
+    resident = max(plain.residents)
+    budget = int(resident + share * (max(plain.peaks) - resident))
+    callback = MimoseCallback(budget, actions=["recompute"])
+    meter, found = fit(callback)
+    assert same(weights, found)
+    assert max(meter.peaks) <= budget
+    planned = [(r, peak) for r, peak in zip(callback.records, meter.peaks, strict=True) if r.predicted_peak_bytes]
+    assert len(planned) > 12
+    assert max(abs((r.predicted_peak_bytes or 0) / peak - 1) for r, peak in planned) < 0.01
 
 
 def test_masks_of_two_kinds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -227,6 +228,23 @@ def test_the_latest_measurement_of_a_size_counts() -> None:
     estimator.add(text(24)[0], structure(), law(1)(text(24)[0]))
     assert (predicted(estimator, text(24)[0]).values == law(1)(text(24)[0])).all()
     assert len(estimator) == 1
+
+
+def test_a_size_of_the_first_step_is_predicted_beside_the_gradients_there_are_now() -> None:
+    """A manual optimization keeps gradients between steps, and had none in the first one."""
+    estimator, first, later = Estimator(), replace(structure(), old_gradient_bytes=0), law()
+    now = replace(structure(), old_gradient_bytes=4096)
+    estimator.add(text(24)[0], first, law(1)(text(24)[0]))
+    for size in text(40, 56, 64, 80, 100):
+        estimator.add(size, now, later(size))
+    prediction = predicted(estimator, text(24)[0])
+    assert prediction.trusted
+    assert prediction.structure == now
+    assert prediction.values == pytest.approx(later(text(24)[0]))
+    estimator.add(text(24)[0], now, later(text(24)[0]))
+    prediction = predicted(estimator, text(24)[0])
+    assert prediction.trusted
+    assert (prediction.values == later(text(24)[0])).all()
 
 
 @pytest.mark.parametrize("asked", [1, 20_000])

@@ -76,23 +76,14 @@ def call(key: str, time: int) -> CallShape:
     return CallShape(key, key, True, time, time + 1, 20 - time, *range(8))
 
 
-def test_at_worst_inputs_of_which_nothing_is_known_last() -> None:
-    """Those that the measured step held; what was learnt stays as it is, and nothing is learnt by supposing."""
-    calls = (call("a", 1), call("b", 3), call("c", 5), call("d", 7))
-    loose = (LooseShape(0, (1, 0), 18), LooseShape(0, (2,), 15), LooseShape(0, (3,), -1))
-    structure = Structure(("a", "b", "c", "d"), (-1,) * 4, calls, (), loose, 0, 8)
+def test_what_outlives_a_sheltered_step_is_never_taken_to_die() -> None:
+    """Nobody but those who hold it in backward can have kept it; of what is gone then nothing is known."""
+    calls = (call("a", 1), call("b", 3), call("c", 5))
+    loose = (LooseShape(0, (1, 0), 18, outlives=True), LooseShape(0, (2,), 15))
     fates = Fates()
-    worst = fates.at_worst(structure)
-    assert worst is not None
-    assert worst.lasts(MASK)
-    assert worst.lasts(BIAS)
-    assert not worst.lasts(OTHER)
-    fates.learn({MASK: {"b"}, BIAS: None}, [MASK, BIAS], {})
-    assert fates.at_worst(structure) is None
-    assert not fates.lasts(MASK)
-    fates = Fates()
-    fates.learn({BIAS: None}, [BIAS], {})
-    worst = fates.at_worst(structure)
-    assert worst is not None
-    assert worst.lasts(MASK)
-    assert not fates.lasts(MASK)
+    fates.learn({MASK: {"b"}, BIAS: {"c"}}, [MASK, BIAS], {})
+    fates.learn_held(Structure(("a", "b", "c"), (-1,) * 3, calls, (), loose, 0, 8))
+    assert fates.lasts(MASK)
+    assert fates.ends(MASK) is None
+    assert not fates.lasts(BIAS)
+    assert fates.ends(BIAS) == {"c"}
