@@ -104,7 +104,7 @@ class Advisor(Forecast):
             menu = self.menu(timeline)
             key = self._key(planned)
             plan, infeasible = self.planner.plan(
-                key, menu, self.budget_bytes, margin, can_wait=sheltered, missed_bytes=self._surplus_bytes
+                key, menu, self.budget_bytes, margin, can_wait=sheltered, missed_bytes=self.misses.surplus_bytes
             )
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose.actions.proof import DIFFERS
-from lightning_mimose.actions.step_state import FIRST_STEPS, StepState
+from lightning_mimose.actions.step_state import StepState
 from lightning_mimose.actions.stored import LATEST
 from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memory
-from lightning_mimose.measure.resident import in_turns, versions
+from lightning_mimose.measure.resident import versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +91,6 @@ class Attempts:
         among = {id(parameter) for parameter in self._zeroed}
         self._others = [parameter for parameter in model.parameters() if id(parameter) not in among]
         self._every = [*self._zeroed, *self._others]
-        self._writes = _ParameterWrites(self._every)
         self._device = device
         self._retry = retry
         self._keep = keep
@@ -114,7 +113,7 @@ class Attempts:
         aside: ExitStack | None = None  # few steps fail, and every step is here
         try:
             while True:
-                before = _Before(self._state, self._device, self._keep(), self._writes, learning=self._engine.learning)
+                before = _Before(self._state, self._device, self._keep(), self._every, learning=self._engine.learning)
                 before.note_gradients(self._every if self._engine.gradients == "kept" else self._others)
                 try:
                     result = once()
@@ -173,39 +172,6 @@ class Attempts:
             raise error
 
 
-class _ParameterWrites:
-    """Tells whether an attempt wrote parameters.
-
-    All of them are looked at in the steps that learn, in the first ones, and in every step once one was seen to write
-    some; otherwise a part at a time.
-
-    Args:
-        parameters: All of the model's.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._every = parameters
-        self._parts, self._turn = in_turns(parameters), 0
-        self._begun, self._ever = 0, False
-        self._watched, self._versions = parameters, 0
-
-    def begin(self, *, all_of_them: bool) -> None:
-        """An attempt begins."""
-        self._turn = (self._turn + 1) % len(self._parts)
-        self._begun += 1
-        everything = all_of_them or self._ever or self._begun <= FIRST_STEPS
-        self._watched = self._every if everything else self._parts[self._turn]
-        self._versions = versions(self._watched)
-
-    def written(self) -> bool:
-        """Whether it has written any of those that are watched."""
-        return versions(self._watched) != self._versions
-
-    def learn(self) -> None:
-        """It has succeeded: see whether such attempts write any."""
-        self._ever = self._ever or self.written()
-
-
 class _Before:
     """What an attempt found, to be put back if it fails."""
 
@@ -214,7 +180,7 @@ class _Before:
         state: StepState,
         device: torch.device,
         undo: Callable[[], None],
-        writes: _ParameterWrites,
+        parameters: Sequence[nn.Parameter],
         *,
         learning: bool,
     ) -> None:
@@ -224,8 +190,7 @@ class _Before:
         self._device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._copy = state.copy(learning=learning)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._writes = writes
-        writes.begin(all_of_them=learning)
+        self._parameters, self._versions = parameters, versions(parameters)
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Backward will add to these gradients; which it has added to is told by their versions, at no cost."""
@@ -233,12 +198,12 @@ class _Before:
 
     def lost(self) -> str:
         """Why nothing can be put back, if so: parameters are too large to be copied on every step."""
-        return "the failed attempt had written parameters" if self._writes.written() else ""
+        written = versions(self._parameters) != self._versions
+        return "the failed attempt had written parameters" if written else ""
 
     def learn(self) -> None:
         """The attempt succeeded: see what such a step writes."""
         self._copy.learn()
-        self._writes.learn()
 
     def put_back(self, aside: ExitStack) -> bool:
         """Make it as if the attempt had not begun; `aside` is closed when the step has succeeded.

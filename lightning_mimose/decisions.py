@@ -101,7 +101,7 @@ class Decisions:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
                 advisor.forget()
-                advisor.verified = 0
+                advisor.misses.verified = 0
                 self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
         lasting = ledger.lasting_bytes() + data

@@ -18,20 +18,13 @@ from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.features import varying_dims
+from lightning_mimose.predict.misses import MISSED_SHARE, Misses
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
 
 MINIMUM_UNIT_SHARE = 1e-4
 """Units that save less than this share of the activation peak are left alone."""
-MISSED_SHARE = 0.008
-"""A planned step that misses its prediction by more says that the fit is not what it seemed."""
-UNRELATED_SHARE = 0.25
-"""By how much a planned step may be below its prediction for that to have held, more or less."""
-SURPLUS_LEFT = 0.9
-"""What is left of the bytes that a step was above its prediction, with each step that does without them."""
-OUT_OF_MEMORY_SHARE = 0.05
-"""Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 SEVERAL_PASSES_ERROR = 0.02
 """Share of the peak by which a step with several backward passes (a GAN's) may be mispredicted."""
 UNSCALED_SHARE = 0.02
@@ -85,12 +78,8 @@ class Forecast:
         self.different: dict[str, tuple[str, ...]] = {}
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)
-        self._surplus_bytes = 0
-        self.verified = 0
-        """Planned steps in a row whose prediction held, more or less."""
+        self.misses = Misses()
         self._fates = Fates()
-        self._largest_allocated_bytes = 0
-        self._fragmentation_bytes = 0
         self._actual_peaks: dict[Any, int] = {}
         self._views: dict[tuple[BatchSize, Resident], StepView] = {}
 
@@ -173,7 +162,7 @@ class Forecast:
         error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
-        return free + self._surplus_bytes + self._fragmentation_bytes
+        return free + self.misses.kept_free_bytes
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""
@@ -249,8 +238,7 @@ class Forecast:
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
-        # No planned step may be left to show that less will do.
-        self._surplus_bytes = int(self._surplus_bytes * SURPLUS_LEFT)
+        self.misses.fade()  # no planned step may be left to show that less will do
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
         self._fates.learn_held(observation.structure)
         self._forget_plans()
@@ -279,17 +267,16 @@ class Forecast:
         if anew and prediction is not None:
             predicted_bytes = self._timeline(prediction, resident).peak_bytes(actions)
         if self._fates.any_dies and prediction is not None:
-            predicted_bytes = self._judge_deaths(prediction, resident, actions, predicted_bytes, measured_bytes)
+
+            def early(fates: Fates) -> int:
+                return self._timeline(prediction, resident, fates).peak_bytes(actions)
+
+            tolerated = int(MISSED_SHARE / 4 * measured_bytes)
+            predicted_bytes, news = self._fates.judge(predicted_bytes, measured_bytes, tolerated, early)
+            if news:
+                self._forget_plans()
+        self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
-        if missed > 0:
-            self._surplus_bytes = max(missed, self._surplus_bytes)
-        else:
-            self._surplus_bytes = int(self._surplus_bytes * SURPLUS_LEFT)
-        # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
-        if missed > MISSED_SHARE * predicted_bytes:
-            self.verified = 0
-        elif -missed < UNRELATED_SHARE * predicted_bytes:
-            self.verified += 1
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
@@ -302,30 +289,6 @@ class Forecast:
         self._forget_plans()
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
-
-    def _judge_deaths(
-        self,
-        prediction: Prediction,
-        resident: Resident,
-        actions: Mapping[str, str],
-        predicted_bytes: int,
-        measured_bytes: int,
-    ) -> int:
-        """Tell whether inputs that die between two calls are gone when memory is highest there; what is predicted then.
-
-        Until that was measured they are taken to be there, and for good if it ever turns out so.
-        """
-        fates, tolerated = self._fates, MISSED_SHARE / 4 * measured_bytes
-        if fates.prompt is None:
-            early = self._timeline(prediction, resident, fates.if_prompt()).peak_bytes(actions)
-            if early < predicted_bytes:
-                fates.prompt = measured_bytes <= early + tolerated
-                self._forget_plans()
-                return early if fates.prompt else predicted_bytes
-        elif fates.prompt and measured_bytes > predicted_bytes + tolerated:
-            fates.prompt = False
-            self._forget_plans()
-        return predicted_bytes
 
     def learn_inputs(
         self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
@@ -351,19 +314,13 @@ class Forecast:
     def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
         """The device had less than was planned with: keep a share of the budget free for a while."""
         if predicted_bytes is not None:
-            self._surplus_bytes = max(self._surplus_bytes, int(OUT_OF_MEMORY_SHARE * self.budget_bytes))
+            self.misses.out_of_memory(self.budget_bytes)
         self._forget_plans()
 
     def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
-        """Learn what the allocator reserves beyond what is allocated; plans leave it free.
-
-        What it reserved for an earlier, larger step is no fragmentation, so the largest step counts.
-        """
-        self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
-        gap = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
-        if gap > 1.05 * self._fragmentation_bytes:
+        """Learn what the allocator reserves beyond what is allocated; plans leave it free."""
+        if self.misses.reserved(allocated_peak_bytes, reserved_peak_bytes):
             self._forget_plans()
-        self._fragmentation_bytes = gap
 
     def forget(self) -> None:
         """What is trained has changed: nothing that was measured before holds any more."""
@@ -401,7 +358,7 @@ class Forecast:
             "fingerprint": self.fingerprint,
             "tracker": self.tracker.state_dict(),
             "estimator": self.estimator.state_dict(),
-            "surplus_bytes": self._surplus_bytes,
+            "surplus_bytes": self.misses.surplus_bytes,
             "fates": self._fates.state_dict(),
             "refused": dict(self.refused),
         }
@@ -412,7 +369,7 @@ class Forecast:
             return False
         self.tracker.load_state_dict(state["tracker"])
         self.estimator.load_state_dict(state["estimator"])
-        self._surplus_bytes = int(state["surplus_bytes"])
+        self.misses.surplus_bytes = int(state["surplus_bytes"])
         self._fates.load_state_dict(state["fates"])
         self.refused = dict(state.get("refused", {}))
         return True

@@ -56,7 +56,7 @@ class Lessons:
     @property
     def verified(self) -> int:
         """Planned steps in a row whose prediction held, more or less."""
-        return self._advisor.verified
+        return self._advisor.misses.verified
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Collection[str] | None]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""

@@ -224,27 +224,6 @@ def test_parameters_that_the_attempt_wrote_cannot_be_put_back() -> None:
         attempts(Engine(), model).run(once)
 
 
-@pytest.mark.parametrize("learning", [True, False])
-def test_one_of_many_parameters_that_steps_write_is_known(learning: bool) -> None:
-    """A part of many is looked at in each of the steps that do not learn; later all are, if one of them was written."""
-    model, engine = nn.ParameterList(torch.zeros(1) for _ in range(300)), Engine()
-    attempted, quiet = attempts(engine, model), Failing(lambda: None)
-    for _ in range(3):
-        attempted.run(quiet)
-    engine.learning = learning
-
-    def once() -> None:
-        with torch.no_grad():
-            model[123].add_(1)
-
-    for _ in range(1 if learning else 8):
-        attempted.run(once)
-    engine.learning = False
-    with pytest.raises(MemoryError, match="written parameters"):
-        attempted.run(Failing(once, OOM))
-    assert model[123] == (2 if learning else 9)
-
-
 def test_gradients_that_nobody_zeroes_stay() -> None:
     """Of a parameter outside every optimizer."""
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

@@ -89,8 +89,12 @@ class StepRecorder:
         self.replays.in_backward = True
 
     def end_backward(self) -> None:
-        """A backward pass is over: what its regions held is gone, and what is there others hold."""
-        self._outlived = self._storages.alive()
+        """A backward pass is over: what its regions held is gone, and what is there others hold.
+
+        But for inputs of regions whose graph somebody keeps.
+        """
+        kept = [region._call for region in (each() for each in self._regions) if region is not None]
+        self._outlived = self._storages.alive().difference(*(call.inputs for call in kept))
 
     @property
     def interval(self) -> int | None:

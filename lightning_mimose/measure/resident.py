@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, not_
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from lightning_mimose.sharding import held_bytes
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 _FEW = 8
 """How many of the largest gradients are looked at in every step, and how many of all."""
-_PARTS = 8
-"""In how many steps all of many parameters are looked at."""
-Parameter = TypeVar("Parameter", bound=torch.Tensor)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -89,18 +86,6 @@ def optimized(*optimizers: Optimizer) -> Iterator[nn.Parameter]:
     """The parameters that some optimizers update, in order."""
     # No list: to allocate one in mid-step can take longer than to look at all parameters.
     return chain.from_iterable([group["params"] for optimizer in optimizers for group in optimizer.param_groups])
-
-
-def in_turns(parameters: Sequence[Parameter]) -> list[Sequence[Parameter]]:
-    """Parts of some parameters, of which a step looks at one where it would take long to look at all.
-
-    Example:
-        >>> few, many = [nn.Parameter(torch.zeros(1))] * 9, [nn.Parameter(torch.zeros(1))] * 100
-        >>> len(in_turns(few)), [len(part) for part in in_turns(many)]
-        (1, [13, 13, 13, 13, 12, 12, 12, 12])
-    """
-    parts = min(_PARTS, max(1, len(parameters) // _PARTS))
-    return [parameters[first::parts] for first in range(parts)]
 
 
 def versions(parameters: Iterable[torch.Tensor]) -> int:
@@ -234,9 +219,7 @@ class ResidentLedger:
         self.trained: tuple[bool, ...] | None = None
         """Which parameters are trained, in order; the same object until that changes."""
         self._frozen: Sequence[torch.Tensor] = ()
-        self._parts: list[Sequence[torch.Tensor]] = [()]
-        """Trained parameters, of which every step looks at one part."""
-        self._turn = 0
+        self._training: Sequence[torch.Tensor] = ()
         self._present: Sequence[torch.Tensor] = ()
         self._absent: Sequence[torch.Tensor] = ()
         self.refresh()
@@ -269,16 +252,10 @@ class ResidentLedger:
         return any(map(_REQUIRES_GRAD, self._frozen))
 
     def count_gradients(self) -> None:
-        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time.
-
-        Of many parameters that are trained a part is looked at in every step: that a few layers were frozen may be seen
-        some steps later, which until then are predicted too high.
-        """
+        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
         # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can
         # appear unseen; that some are freed is seen by the largest, and by a few more since most are freed together.
-        self._turn = (self._turn + 1) % len(self._parts)
-        part = self._parts[self._turn]
-        same = self.trained is not None and not self.trains_more() and all(map(_REQUIRES_GRAD, part))
+        same = self.trained is not None and not self.trains_more() and all(map(_REQUIRES_GRAD, self._training))
         if same and not any(map(_has_none, self._present)) and all(map(_has_none, self._absent)):
             return
         has = [parameter.grad is not None for parameter in self._tensors]
@@ -290,7 +267,7 @@ class ResidentLedger:
             self.trained = tuple(map(_REQUIRES_GRAD, self._tensors))
             self.gradient_capacity_bytes = sum(compress(self._sizes, self.trained))
             self._frozen = list(compress(self._tensors, map(not_, self.trained)))
-            self._parts, self._turn = in_turns(list(compress(self._tensors, self.trained))), 0
+            self._training = list(compress(self._tensors, self.trained))
         self.gradient_bytes = sum(compress(self._sizes, has))
 
     def state_bytes(self) -> int:

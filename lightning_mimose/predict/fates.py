@@ -8,7 +8,7 @@ first ones, and those that are measured.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
 
@@ -35,6 +35,8 @@ class Fates:
         """Whether what dies before the next call begins, or before backward, is gone when that stretch has its peak."""
         self._died: dict[Holders, frozenset[str]] = {}
         self._lasting: set[Holders] = set()
+        self._held: set[Holders] = set()
+        """In backward of the latest sheltered step, by somebody else."""
         self._let_go: set[tuple[Holders, str, str]] = set()
 
     @property
@@ -44,10 +46,11 @@ class Fates:
 
     def learn_held(self, structure: Structure) -> None:
         """Take in what a sheltered step showed: what was there when its backward was over, somebody else holds."""
-        for shape, holders in zip(structure.loose, structure.loose_holders, strict=True):
-            if shape.outlives:
-                self._died.pop(holders, None)
-                self._lasting.add(holders)
+        outliving = {
+            each for shape, each in zip(structure.loose, structure.loose_holders, strict=True) if shape.outlives
+        }
+        # The latest step counts: somebody may have held on to the first batch's.
+        self._held = self._held.difference(structure.loose_holders) | outliving
 
     def learn_from(
         self,
@@ -119,17 +122,45 @@ class Fates:
 
         One that was never seen dies with the last call that is given it, if all that were seen die early.
         """
+        if holders in self._held:
+            return None
         if holders in self._died:
             return self._died[holders]
         return frozenset() if self._died and not self._lasting else None
 
     def lasts(self, holders: Holders) -> bool:
         """Whether somebody else holds a storage, in backward too."""
-        return holders in self._lasting
+        return holders in self._lasting or holders in self._held
 
     def borrows(self, holders: Holders, unit: str, grade: str) -> bool:
         """Whether a grade of lean saves of one of the holders may keep a storage alive, for all that is known."""
         return (holders, unit, grade) not in self._let_go
+
+    def judge(
+        self, predicted_bytes: int, measured_bytes: int, tolerated_bytes: int, predict: Callable[[Fates], int]
+    ) -> tuple[int, bool]:
+        """Tell whether inputs that die between two calls are gone when memory is highest there.
+
+        Until that was measured they are taken to be there, and for good if it ever turns out so.
+
+        Args:
+            predicted_bytes: A planned step's peak, as it was predicted.
+            measured_bytes: As it was.
+            tolerated_bytes: By how much it may be above its prediction all the same.
+            predict: What would be predicted by other fates.
+
+        Returns:
+            What was to be predicted, and whether that is news.
+        """
+        if self.prompt is None:
+            early_bytes = predict(self.if_prompt())
+            if early_bytes < predicted_bytes:
+                self.prompt = measured_bytes <= early_bytes + tolerated_bytes
+                return early_bytes if self.prompt else predicted_bytes, True
+        elif self.prompt and measured_bytes > predicted_bytes + tolerated_bytes:
+            self.prompt = False
+            return predicted_bytes, True
+        return predicted_bytes, False
 
     def if_prompt(self) -> Fates:
         """The same, if what dies before the next call begins is gone when that stretch has its peak."""
@@ -143,6 +174,7 @@ class Fates:
             "prompt": self.prompt,
             "died": [[sorted(holders), sorted(last)] for holders, last in self._died.items()],
             "lasting": [[sorted(holders)] for holders in self._lasting],
+            "held": [sorted(holders) for holders in self._held],
             "let_go": [[sorted(holders), [unit, grade]] for holders, unit, grade in self._let_go],
         }
 
@@ -151,4 +183,5 @@ class Fates:
         self.prompt = state["prompt"]
         self._died = {frozenset(holders): frozenset(last) for holders, last in state["died"]}
         self._lasting = {frozenset(holders) for (holders,) in state["lasting"]}
+        self._held = set(map(frozenset, state.get("held", ())))
         self._let_go = {(frozenset(holders), unit, grade) for holders, (unit, grade) in state["let_go"]}

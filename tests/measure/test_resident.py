@@ -367,17 +367,13 @@ def test_gradients_of_frozen_parameters_count_as_long_as_they_are_there() -> Non
     ]
 
 
-def test_layers_frozen_in_a_large_model_are_noticed_in_a_few_steps_and_unfrozen_ones_at_once() -> None:
-    """Too much is reserved for a few steps; never too little for any."""
+def test_layers_frozen_and_unfrozen_in_a_large_model_are_noticed_at_once() -> None:
+    """Whichever they are."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(100)))
     ledger, layer = ResidentLedger(model), model[37]
     layer.requires_grad_(False)
-    seen = []
-    for _ in range(8):
-        ledger.count_gradients()
-        seen.append(ledger.gradient_capacity_bytes)
-    assert set(seen) <= {1600, 1584}
-    assert seen[-1] == 1584
+    ledger.count_gradients()
+    assert ledger.gradient_capacity_bytes == 1584
     layer.requires_grad_(True)
     assert ledger.trains_more()
     ledger.count_gradients()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.structure import CallShape, LooseShape, Structure
 
@@ -76,8 +78,8 @@ def call(key: str, time: int) -> CallShape:
     return CallShape(key, key, True, time, time + 1, 20 - time, *range(8))
 
 
-def test_what_outlives_a_sheltered_step_is_never_taken_to_die() -> None:
-    """Nobody but those who hold it in backward can have kept it; of what is gone then nothing is known."""
+def test_what_outlives_the_latest_sheltered_step_is_not_taken_to_die() -> None:
+    """Nobody but those who hold it in backward can have kept it; the first batch's may have been kept to look at."""
     calls = (call("a", 1), call("b", 3), call("c", 5))
     loose = (LooseShape(0, (1, 0), 18, outlives=True), LooseShape(0, (2,), 15))
     fates = Fates()
@@ -87,3 +89,9 @@ def test_what_outlives_a_sheltered_step_is_never_taken_to_die() -> None:
     assert fates.ends(MASK) is None
     assert not fates.lasts(BIAS)
     assert fates.ends(BIAS) == {"c"}
+    fates.learn_held(Structure(("a", "b", "c"), (-1,) * 3, calls, (), loose[1:], 0, 8))
+    assert fates.lasts(MASK)
+    none = (replace(loose[0], outlives=False), loose[1])
+    fates.learn_held(Structure(("a", "b", "c"), (-1,) * 3, calls, (), none, 0, 8))
+    assert not fates.lasts(MASK)
+    assert fates.ends(MASK) == {"b"}
