@@ -259,9 +259,8 @@ class Engine:
 
     def after_backward(self) -> None:
         """A backward pass is done, and nothing was let go of since; optional: something is learnt from it."""
-        step = self._step
-        if step is not None and step.sheltered and step.recorder is not None and not step.updating:
-            step.recorder.end_backward()
+        if self._step is not None:
+            self._metering.end_backward(self._step)
 
     def before_update(self) -> None:
         """Backward is done; an optimizer is about to update.

@@ -82,6 +82,11 @@ class Metering:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
 
+    def end_backward(self, step: Step) -> None:
+        """A backward pass is done; a sheltered step learns who still holds what."""
+        if step.sheltered and step.recorder is not None and not step.updating:
+            step.recorder.end_backward()
+
     def begin_update(self, step: Step) -> None:
         """Measure the update of a step whose forward and backward were measured."""
         step.gradients = GradientLedger(self._ledger.parameters(), follow=False)

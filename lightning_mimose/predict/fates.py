@@ -9,7 +9,7 @@ first ones, and those that are measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy
 from typing import Any, TypeAlias
 
 from lightning_mimose.predict.structure import Structure
@@ -122,7 +122,7 @@ class Fates:
 
         One that was never seen dies with the last call that is given it, if all that were seen die early.
         """
-        if holders in self._held:
+        if self.lasts(holders):
             return None
         if holders in self._died:
             return self._died[holders]
@@ -164,7 +164,7 @@ class Fates:
 
     def if_prompt(self) -> Fates:
         """The same, if what dies before the next call begins is gone when that stretch has its peak."""
-        other = deepcopy(self)
+        other = copy(self)  # to be read: what was learnt stays shared
         other.prompt = True
         return other
 

@@ -203,16 +203,14 @@ class Rows:
             prompt: Whether it does so before memory is highest between two calls.
         """
         structure = self.structure
+        if loose.was_held and ends is None:
+            return NEVER
         last_use = max(
             *(structure.calls[index].out_time for index in loose.holders),
             *(structure.out_times.get(key, 0) for key in ends or ()),
             0,
         )
-        if not loose.was_held:
-            return last_use
-        if ends is None:
-            return NEVER
-        if prompt:
+        if prompt or not loose.was_held:
             return last_use
         begin = bisect_left(structure.in_times, last_use)
         return structure.in_times[begin] if begin < len(structure.in_times) else NEVER

@@ -32,6 +32,14 @@ class Block(nn.Module):
         return x + y
 
 
+def through(blocks: nn.ModuleList, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What becomes of x in some blocks, and the table that they were given."""
+    table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
+    for block in blocks:
+        x = block(x, table)
+    return x, table
+
+
 class TwoTowers(nn.Module):
     """Both towers' blocks are given a table; the first tower's dies with it, the second's lives as long as the step."""
 
@@ -42,20 +50,11 @@ class TwoTowers(nn.Module):
         self.upper = nn.ModuleList([Block() for _ in range(3)])
         self.held: torch.Tensor | None = None
 
-    def _below(self, x: torch.Tensor) -> torch.Tensor:
-        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
-        for block in self.lower:
-            x = block(x, table)
-        return x
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss; the second table is kept until the next step."""
         self.held = None
-        x = self._below(self.embed(ids))
-        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
-        for block in self.upper:
-            x = block(x, table)
-        self.held = table
+        x = through(self.lower, self.embed(ids))[0]
+        x, self.held = through(self.upper, x)
         return x.square().mean()
 
 
@@ -99,10 +98,7 @@ class Tail(TwoTowers):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss; the distances are a metric."""
-        x = self.embed(ids)
-        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
-        for block in self.lower:
-            x = block(x, table)
+        x, _table = through(self.lower, self.embed(ids))
         with torch.no_grad():
             torch.cdist(x, x.repeat(1, 8, 1)).amin(2)
         return x.square().mean()
@@ -119,10 +115,7 @@ class Held(Tail):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss, which holds the table."""
-        x = self.embed(ids)
-        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
-        for block in self.lower:
-            x = block(x, table)
+        x, table = through(self.lower, self.embed(ids))
         loss = x.square().mean()
         loss.table = table  # type: ignore[attr-defined]
         return loss
@@ -145,10 +138,7 @@ class Manual(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Forward, backward, update."""
-        x = self.embed(batch["ids"])
-        table = torch.zeros(BATCH, x.shape[1], 2 * x.shape[1]).add_(0.1)
-        for block in self.blocks:
-            x = block(x, table)
+        x, _table = through(self.blocks, self.embed(batch["ids"]))
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(x.square().mean())
