@@ -174,9 +174,10 @@ class Estimator:
             if fit is None or not fit.covers(dims):
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            trusted = self._trusted(fit, dims) and self._is_complete(structure, key)
+            error = fit.error_at(dims)
+            trusted = self._trusted(fit, error, dims) and self._is_complete(structure, key)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
-            prediction = Prediction(structure, values, fit.error, trusted, fit.doubtful, dims, reach)
+            prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
                 return prediction
             best = best or prediction
@@ -220,12 +221,12 @@ class Estimator:
             )
         return self._fits[slot]
 
-    def _trusted(self, fit: Fit, dims: Mapping[str, int]) -> bool:
+    def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int]) -> bool:
         if len(self) < self._enough:
             return False
-        if fit.error <= GOOD_ERROR:
+        if error <= GOOD_ERROR:
             reach = 4.0
-        elif fit.error <= USABLE_ERROR and fit.sizes >= self._patience * max(1, len(fit.basis.dims)):
+        elif error <= USABLE_ERROR and fit.sizes >= self._patience * max(1, len(fit.basis.dims)):
             reach = 1.25
         else:
             return False

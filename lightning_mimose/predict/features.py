@@ -50,6 +50,11 @@ class Basis:
         object.__setattr__(self, "_granules", granules)
         object.__setattr__(self, "_scales", np.array(self.scales, dtype=np.float64))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any of the features sees dimensions rounded up."""
+        return any(granule > 1 for granule in self.granules)
+
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """Shape (monomials,).
 

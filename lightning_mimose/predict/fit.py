@@ -17,6 +17,8 @@ LEAN_ERROR = 1e-3
 """Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
 EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
+BETTER = 0.75
+"""What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
 LEVERAGE = 1e-6
 """A size that leaves less than this of itself to the others in a fit (it is far from all of them) is fitted without."""
 
@@ -34,6 +36,8 @@ class Fit:
         high: The greatest.
         doubtful: Grades of lean saves whose peaks it does not follow.
         relations: How dimensions follow from others.
+        inverse: Of the features' second moments: shape (features, features).
+        leverage: The largest that any of the sizes has.
     """
 
     basis: Basis
@@ -44,6 +48,19 @@ class Fit:
     high: Mapping[str, int]
     doubtful: frozenset[str]
     relations: tuple[Relation, ...]
+    inverse: NDArray[np.float64]
+    leverage: float
+
+    def error_at(self, dims: Mapping[str, int]) -> float:
+        """The error to expect at some size, as a share of its peak.
+
+        Where the basis rounds up, sizes that were all rounded alike (multiples of a hundred) tell nothing of others:
+        the error grows with the leverage there, as it would if it were all due to a wrong basis.
+        """
+        if not self.basis.rounds:
+            return self.error
+        features = self.basis.features(dims)
+        return self.error * max(1.0, float(features @ self.inverse @ features) / self.leverage)
 
     def covers(self, dims: Mapping[str, int]) -> bool:
         """Whether all that differs from what the fit has seen is a dimension that varied there, in the same way."""
@@ -64,11 +81,12 @@ def best_fit(
     for candidate in candidates:
         design = candidate.design(sizes)
         check = _left_out(design, values, truth, structure, resident_bytes)
-        if check.error < best.error:
+        if check.error < BETTER * best.error:
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
     design = basis.design(sizes)
+    inverse = np.linalg.pinv(design.T @ design)
     names = sizes[0].keys()
     return Fit(
         basis,
@@ -79,6 +97,8 @@ def best_fit(
         {name: max(size[name] for size in sizes) for name in names},
         _doubtful(best, values, truth, structure, resident_bytes),
         relations,
+        inverse,
+        float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
     )
 
 

@@ -128,13 +128,14 @@ class Rows:
         relief = self.relief[: len(options)]
         relief[:, count:-1] = np.take(relief, places, axis=1)
         relief[:, -1] = 0
-        # These are positions of recomputing: no other option of the unit does anything there.
+        # These are positions of recomputing: no other option of the unit does anything there, but for what it spares of
+        # the unit's other calls.
         options_of: dict[str, list[int]] = {}
         for option, choice in enumerate(options):
             options_of.setdefault(structure.units[choice.unit], []).append(option)
-        mine = [options_of[call.unit] for call in again]
-        columns = np.repeat(np.arange(count, count + len(again)), [len(owned) for owned in mine])
-        relief[[option for owned in mine for option in owned], columns] = 0
+        lone = [(count + k, options_of[c.unit]) for k, c in enumerate(again) if len(self.calls_of[c.unit]) == 1]
+        columns = np.repeat([column for column, _ in lone], [len(owned) for _, owned in lone]).astype(np.intp)
+        relief[[option for _, owned in lone for option in owned], columns] = 0
         column_of = {i: column for column, i in enumerate(self.again, count)}
         # Its own saved tensors are due now; those of the unit's other calls are still spared.
         due = [(o, column_of[i], self._others_spared(i) - takes) for o, i, takes in self.runs_again if i in column_of]

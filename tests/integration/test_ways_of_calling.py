@@ -135,6 +135,11 @@ def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return square(model, batch) + square(model, batch.flip(1))
 
 
+def crops(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Calls of several sizes, as for large and small crops."""
+    return twice(model, batch) + square(model, batch[:1]) + square(model, batch[1:2])
+
+
 def batches(lengths: tuple[int, ...] = (40, 64, 24, 56, 80, 33, 48, 72, 100, 61)) -> list[torch.Tensor]:
     """Of several lengths."""
     generator = torch.Generator().manual_seed(1)
@@ -184,9 +189,10 @@ def test_what_kernels_leave_unwritten_and_forwards_resize(make: Callable[[], nn.
     assert mimose.records[0].recomputed_units == 4
 
 
-def test_lean_units_that_are_called_twice_are_predicted() -> None:
-    """What the first call spares is spared in the second one, too."""
-    _, peaks, _, mimose = trained(lambda: nn.Sequential(*[Block() for _ in range(4)]), twice, 0.4, actions=["lean"])
+@pytest.mark.parametrize("calls", [twice, crops])
+def test_lean_units_that_are_called_several_times_are_predicted(calls: Loss) -> None:
+    """What a call spares is spared in the others, too, and they need not be alike."""
+    _, peaks, _, mimose = trained(lambda: nn.Sequential(*[Block() for _ in range(4)]), calls, 0.4, actions=["lean"])
     planned = [(peak, r) for peak, r in zip(peaks, mimose.records, strict=True) if r.lean_units and not r.sheltered]
     assert len(planned) > 3
     for peak, record in planned:

@@ -293,6 +293,21 @@ def test_small_residuals_are_trusted_late_and_reported() -> None:
     assert 0.0 < prediction.error < 0.05
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_sizes_that_all_are_multiples_say_nothing_of_how_others_are_rounded(seed: int) -> None:
+    """Kernels that differ a little made a pyramid look as good as a line, and what lay between two steps was absurd."""
+    exact, generator = law(seed, degree=1), np.random.default_rng(seed)
+    estimator = Estimator()
+    for size in text(500, 700, 900, 1200, 800):
+        estimator.add(size, structure(), exact(size) * generator.uniform(0.99, 1.01, structure().columns))
+    for n in (510, 633, 750, 1001):
+        (size,) = text(n)
+        prediction = predicted(estimator, size)
+        if prediction.trusted:
+            total = exact(size).sum()
+            assert abs(prediction.values.sum() - total) < 0.05 * total
+
+
 def test_predictions_are_never_negative() -> None:
     """Not even where a fit would be."""
     estimator = learnt(text(100, 120, 140, 160, 180), noisy(0.004))
