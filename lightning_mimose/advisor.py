@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import RECOMPUTE_LEAN
 from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advice import RESERVE_SHARE, Advice, Holds
+from lightning_mimose.advice import RESERVE_SHARE, Advice, Holds, with_reserve
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
@@ -24,6 +23,7 @@ from lightning_mimose.forecast import Forecast
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
+from lightning_mimose.predict.ample import Bounds, growth
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -64,7 +64,8 @@ class Advisor(Forecast):
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
         self._shelter_only: set[BatchSize] = set()
-        """Sizes for which a plan that was to be leaner than the shelter was not."""
+        """Sizes for which a plan that was to be leaner than the shelter, or to keep all, was not what it was to be."""
+        self.bounds = Bounds()
         self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actions: dict[int, tuple[Plan, dict[str, str]]] = {}
@@ -93,11 +94,11 @@ class Advisor(Forecast):
         if plan is None:
             planned, prediction = self._known_size(size)
             if prediction is None:
-                return Advice(None, None, False)
+                return Advice(self._keeping_all(size, resident), None, False)
             timeline = self._timeline(prediction, resident)
             if not self._trusts(prediction, timeline):
                 beyond = self._beyond_shelter(timeline) if size not in self._shelter_only else None
-                return Advice(beyond, None, False)
+                return Advice(beyond or self._keeping_all(size, resident), None, False)
             self._announce()
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
             sheltered = self.sure_bytes(timeline) <= self.budget_bytes
@@ -157,8 +158,15 @@ class Advisor(Forecast):
         least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
+    def _keeping_all(self, size: BatchSize, resident: Resident) -> Plan | None:
+        """A plan that keeps everything, where the budget is ample for a size of which no fit is to be trusted."""
+        most = self.bounds.of(dict(size.dims)) if size not in self._shelter_only else None
+        if most is None or with_reserve(resident.total_bytes + most) > self.budget_bytes:
+            return None
+        return Plan((), tuple(self.shelter), resident.total_bytes + most, 0.0)
+
     def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
-        """Learn what a plan reached that was to be leaner than the shelter."""
+        """Learn what a plan reached that was to be leaner than the shelter, or to have ample room."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self._timeline(prediction, resident)):
             self._shelter_only.add(size)
@@ -167,6 +175,13 @@ class Advisor(Forecast):
         """See `Forecast`."""
         super().forget()
         self._shelter_only.clear()
+        self.bounds = Bounds()
+
+    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
+        """See `Forecast`; without a prediction, bounds were wrong."""
+        super().learn_out_of_memory(predicted_bytes)
+        if predicted_bytes is None:
+            self.bounds.refute()
 
     def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice, *, split: bool = False) -> set[str]:
         """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.
@@ -196,15 +211,8 @@ class Advisor(Forecast):
         alike = [each for each in self.estimator.observations() if each[0].keys() == wanted.keys()]
         if not alike:
             return set()
-
-        def growth(seen: Mapping[str, int]) -> float:
-            # Dimensions of the same lengths are one: tokens and their mask.
-            return prod(
-                max(1.0, now / max(then, 1)) ** 2 for now, then in {(wanted[name], seen[name]) for name in seen}
-            )
-
-        dims, structure, values = min(alike, key=lambda each: growth(each[0]))
-        room = int((self.budget_bytes - resident.total_bytes) / growth(dims))
+        dims, structure, values = min(alike, key=lambda each: growth(wanted, each[0]))
+        room = int((self.budget_bytes - resident.total_bytes) / growth(wanted, dims))
         return self._beside(Prediction(structure, values, 0.0, False), resident, self.shelter, room, trial)
 
     def _beside(

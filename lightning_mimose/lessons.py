@@ -156,13 +156,15 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
+        self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes, calls=len(trace.calls))
         if trace.passes_apart:
             if not self._told_apart:
                 self._told_apart = True
                 warnings.warn(
                     "A step ran backward twice over one graph (retain_graph or create_graph), or in the midst of its "
                     "forward (torch.autograd.grad, or a backward of its own in the loss): what is kept lives to "
-                    "another end than predictions describe, so such steps recompute as much as they can.",
+                    "another end than predictions describe, so such steps recompute as much as they can, but "
+                    "where the budget has ample room for all of it.",
                     stacklevel=5,
                 )
         elif step.retried:

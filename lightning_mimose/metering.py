@@ -55,9 +55,11 @@ class Metering:
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
             return False
-        if step.advice.predicted_peak_bytes is None or step.advice.to_be_proven:
+        untold = step.advice.predicted_peak_bytes is None
+        if (untold and step.actions) or step.advice.to_be_proven:
             return True  # a plan for a size that is not trusted yet, or not for all that it does
-        return self.planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
+        verified = self.planned if untold else self._lessons.verified
+        return self.planned % MEASURE_EVERY == 0 or verified < VERIFIED_STEPS
 
     def begin_forward(self, step: Step) -> None:
         """Start the step's meter, if it has one.

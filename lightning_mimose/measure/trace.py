@@ -190,3 +190,13 @@ class StepTrace:
             for mark, interval in zip(self.marks, self.intervals, strict=True)
         ]
         return max(peaks, default=0)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """At least what the step would have taken had everything been kept; None if some of it was never seen."""
+        saved: dict[int, int] = {}
+        for call in self.calls:
+            if call.action == "recompute" and "out" in call.marks and "again" not in call.marks:
+                return None
+            saved.update(call.saved)
+        return self.peak_bytes + sum(saved.values())

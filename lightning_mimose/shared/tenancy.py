@@ -109,7 +109,7 @@ class Tenancy:
         allowed, aside, session = self._advisor.budget_bytes, self._aside, self._session
         beside = session.tries or session.split_tries or session.learning_steps  # units run more often than once
         view = self._view
-        if view is None or step.sheltered or step.retried or beside or self._lease.alone:
+        if view is None or step.advice.predicted_peak_bytes is None or step.retried or beside or self._lease.alone:
             return Route.whole(allowed + aside)
         key = (*step.actions.items(), allowed, aside)
         route: Route | None = view.routes.get(key)

@@ -28,6 +28,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_mimose import MimoseCallback
+from lightning_mimose.predict.ample import PATIENCE_STEPS
 from tests.helpers.fits import run, same
 from tests.helpers.models import Batch, Block, Task, TinyText, ValidatedTask, loader, quiet_trainer, text_batch
 from tests.helpers.pairs import Runs, few, pair, rerun
@@ -179,6 +180,23 @@ def test_two_backward_passes_over_one_graph(task: type[Task]) -> None:
     assert len([w for w in caught if "backward twice over one graph" in str(w.message)]) == 1
     assert all(ran > 3 for ran in counted.batches)
     assert max(fit.peaks) < max(plain.peaks)
+
+
+@pytest.mark.filterwarnings("ignore:A step ran backward twice")
+@pytest.mark.parametrize("task", [Penalised, Retaining])
+def test_an_ample_budget_ends_the_recomputing_of_what_cannot_be_predicted(task: type[Task]) -> None:
+    """Where a bound of what they keep fits, steps keep it, as in the plain run; where it does not, none does."""
+    data = few(count=2 * PATIENCE_STEPS)
+    plain = run(task=task, data=data)
+    for budget, keeps in (("1GB", True), (max(plain.peaks), False)):
+        callback, counted = MimoseCallback(budget), Runs("mlp.0")
+        fit = run(callback, counted, task=task, data=data)
+        assert same(plain.weights(), fit.weights())
+        assert [record.sheltered for record in callback.records[PATIENCE_STEPS:]] == PATIENCE_STEPS * [not keeps]
+        if keeps:
+            # The graph of the kept steps is that of the plain ones.
+            assert counted.batches[PATIENCE_STEPS:] == PATIENCE_STEPS * [3]
+            assert fit.peaks[PATIENCE_STEPS:] == pytest.approx(plain.peaks[PATIENCE_STEPS:], rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
