@@ -9,9 +9,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.menu import RECOMPUTE_LEAN
 from lightning_mimose.actions.split import SPLITS
@@ -23,9 +20,9 @@ from lightning_mimose.forecast import Forecast
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
-from lightning_mimose.predict.ample import Bounds, growth
+from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.estimator import Prediction
-from lightning_mimose.predict.structure import CallShape, Resident
+from lightning_mimose.predict.structure import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size
 
@@ -33,8 +30,6 @@ log = logging.getLogger(__name__)
 
 KNOWN_PLANS = 64
 """Plans whose actions are remembered as a dictionary."""
-TRIAL_SHARE = 1.5
-"""What a unit that is tried beside a planned step may take, as a share of its working set."""
 
 
 class Advisor(Forecast):
@@ -95,7 +90,7 @@ class Advisor(Forecast):
             planned, prediction = self._known_size(size)
             if prediction is None:
                 return Advice(self._keeping_all(size, resident), None, False)
-            timeline = self._timeline(prediction, resident)
+            timeline = self.timeline_of(prediction, resident)
             if not self._trusts(prediction, timeline):
                 beyond = self._beyond_shelter(timeline) if size not in self._shelter_only else None
                 return Advice(beyond or self._keeping_all(size, resident), None, False)
@@ -168,7 +163,7 @@ class Advisor(Forecast):
     def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
         """Learn what a plan reached that was to be leaner than the shelter, or to have ample room."""
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or peak_bytes > self._shelter_bytes(self._timeline(prediction, resident)):
+        if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self._shelter_only.add(size)
 
     def forget(self) -> None:
@@ -182,68 +177,6 @@ class Advisor(Forecast):
         super().learn_out_of_memory(predicted_bytes)
         if predicted_bytes is None:
             self.bounds.refute()
-
-    def room_to_try(self, size: BatchSize, resident: Resident, advice: Advice, *, split: bool = False) -> set[str]:
-        """Units that may run once more beside a step, with all they save kept, in no more memory than it may have.
-
-        In a planned step that is the peak it is predicted to have anyway. In a sheltered one it is the budget, judged
-        by the nearest size that was measured; a larger one is taken to need quadratically more.
-
-        Args:
-            size: The batch's size.
-            resident: What is resident.
-            advice: What the step will do.
-            split: Whether they run without keeping what they save, but with two results to compare.
-        """
-
-        def trial(call: CallShape, value: NDArray[np.float64]) -> float:
-            if split and call.lean >= 0:
-                return float(value[call.lean] + value[call.given] + 2 * value[call.returned])
-            return float(value[call.working])
-
-        if advice.plan is not None:
-            prediction = self.estimator.predict(dict(size.dims))
-            if prediction is None or advice.predicted_peak_bytes is None:
-                return set()
-            room = advice.predicted_peak_bytes - resident.total_bytes
-            return self._beside(prediction, resident, advice.plan.actions, room, trial)
-        wanted = dict(size.dims)
-        alike = [each for each in self.estimator.observations() if each[0].keys() == wanted.keys()]
-        if not alike:
-            return set()
-        dims, structure, values = min(alike, key=lambda each: growth(wanted, each[0]))
-        room = int((self.budget_bytes - resident.total_bytes) / growth(wanted, dims))
-        return self._beside(Prediction(structure, values, 0.0, False), resident, self.shelter, room, trial)
-
-    def _beside(
-        self,
-        prediction: Prediction,
-        resident: Resident,
-        actions: Mapping[str, str],
-        room_bytes: int,
-        trial: Callable[[CallShape, NDArray[np.float64]], float],
-    ) -> set[str]:
-        """Units whose trial fits into a room, beside what the units before them keep."""
-        structure, values = prediction.structure, prediction.values
-        timeline = self._timeline(prediction, resident)
-        chosen = [each for each in actions.items() if each in timeline.option_index]
-        made = structure.arrays[3]
-        number, position = structure.layout.in_forward
-
-        def before(index: int, call: CallShape) -> float:
-            """What is there when a call begins, gradients of an earlier backward pass of the step included."""
-            inside = position[number == index]
-            # Not the call's own action, or that of a unit around it: what those spare, they spare later.
-            others = [
-                timeline.option_index[unit, a] for unit, a in chosen if not f"{call.unit}.".startswith(f"{unit}.")
-            ]
-            spared = timeline.relief_bytes[others][:, inside].sum(axis=0).min() if inside.size else 0
-            return float(values[call.entry] + made[inside].max(initial=0) - spared)
-
-        # The first call is the one that is tried; which of them that is, need not be the same in every step.
-        regions = [(i, call) for i, call in enumerate(structure.calls) if call.region]
-        large = {c.unit for i, c in regions if before(i, c) + TRIAL_SHARE * trial(c, values) > room_bytes}
-        return {call.unit for _, call in regions} - large
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.
@@ -268,14 +201,14 @@ class Advisor(Forecast):
     def may_shelter(self, size: BatchSize, resident: Resident) -> bool:
         """Whether a batch may run sheltered, as far as is known."""
         prediction = self.estimator.predict(dict(size.dims))
-        return prediction is not None and self.sure_bytes(self._timeline(prediction, resident)) <= self.budget_bytes
+        return prediction is not None and self.sure_bytes(self.timeline_of(prediction, resident)) <= self.budget_bytes
 
     def judge(self, size: BatchSize, resident: Resident) -> Callable[[Choices], Judgement | None]:
         """What another rank's plan would be for a batch; None where it does what was not tried here."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             return lambda choices: None
-        timeline = self._timeline(prediction, resident)
+        timeline = self.timeline_of(prediction, resident)
         free = self._margin_bytes(prediction, timeline, self.budget_bytes)
 
         def judged(choices: Choices) -> Judgement | None:
@@ -301,7 +234,7 @@ class Advisor(Forecast):
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or not prediction.trusted:
             return Advice(None, None, False)
-        plan = self.least(self._timeline(prediction, resident))
+        plan = self.least(self.timeline_of(prediction, resident))
         return Advice(plan, plan.predicted_peak_bytes, False)
 
     def _forget_plans(self) -> None:
@@ -320,7 +253,7 @@ class Advisor(Forecast):
         """
         budget = self.budget_bytes if budget is None else budget_in_bytes(budget)
         size = self.size_of(batch_or_size)
-        timeline, prediction = self._timeline_of(size)
+        timeline, prediction = self._timeline_for(size)
         margin = self._margin_bytes(prediction, timeline, budget)
         plan = self.planner.answer(size, self.menu(timeline), budget, margin)
         if plan is not None:
@@ -345,7 +278,7 @@ class Advisor(Forecast):
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             return None
-        timeline = self._timeline(prediction, resident)
+        timeline = self.timeline_of(prediction, resident)
         known = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
         level = timeline.level_bytes(timeline.chosen(known))
         peak = int(level.argmax())

@@ -91,7 +91,7 @@ class Forecast:
         Raises:
             MimoseError: Nothing is known about this size yet.
         """
-        return self._timeline_of(self.size_of(batch_or_size))
+        return self._timeline_for(self.size_of(batch_or_size))
 
     def _unlike(self, size: BatchSize) -> str:
         """What sets a size apart from all that were measured, in words."""
@@ -111,7 +111,7 @@ class Forecast:
             return size
         return BatchSize(tuple(self.estimator.completed(dict(size.dims), batch_or_size).items()), size.layout)
 
-    def _timeline_of(self, size: BatchSize) -> tuple[Timeline, Prediction]:
+    def _timeline_for(self, size: BatchSize) -> tuple[Timeline, Prediction]:
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             raise MimoseError(
@@ -123,9 +123,10 @@ class Forecast:
         resident = Resident(
             here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
         )
-        return self._timeline(prediction, resident), prediction
+        return self.timeline_of(prediction, resident), prediction
 
-    def _timeline(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
+    def timeline_of(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
+        """The timeline of a predicted step beside what is resident; `fates` of inputs are those that are known."""
         timeline = assemble(
             prediction.structure,
             prediction.values,
@@ -175,7 +176,7 @@ class Forecast:
                 return None
             if len(self._actual_peaks) >= KNOWN_PEAKS:
                 self._actual_peaks.clear()
-            self._actual_peaks[slot] = self._timeline(prediction, resident).peak_bytes(dict(plan))
+            self._actual_peaks[slot] = self.timeline_of(prediction, resident).peak_bytes(dict(plan))
         return self._actual_peaks[slot]
 
     def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
@@ -185,7 +186,7 @@ class Forecast:
             prediction = self.estimator.predict(dict(size.dims))
             if prediction is None:
                 return None
-            timeline = self._timeline(prediction, resident)
+            timeline = self.timeline_of(prediction, resident)
             least, trusted = self.sure_bytes(timeline), self._trusts(prediction, timeline)
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes) if trusted else 0
             wants = timeline.peak_bytes({}) + margin
@@ -265,11 +266,11 @@ class Forecast:
         """
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
         if anew and prediction is not None:
-            predicted_bytes = self._timeline(prediction, resident).peak_bytes(actions)
+            predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
         if self._fates.any_dies and prediction is not None:
 
             def early(fates: Fates) -> int:
-                return self._timeline(prediction, resident, fates).peak_bytes(actions)
+                return self.timeline_of(prediction, resident, fates).peak_bytes(actions)
 
             tolerated = int(MISSED_SHARE / 4 * measured_bytes)
             predicted_bytes, news = self._fates.judge(predicted_bytes, measured_bytes, tolerated, early)

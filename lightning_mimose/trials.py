@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advisor import Advisor
+from lightning_mimose.room import room_to_try
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.step import Step
 
@@ -33,10 +34,10 @@ class Trials:
         if not (waiting or session.unsplit) or step.retried or not self._is_news(step, waiting | session.unsplit):
             return
         if waiting:
-            session.tries = waiting & advisor.room_to_try(step.size, step.resident, step.advice)
+            session.tries = waiting & room_to_try(advisor, step.size, step.resident, step.advice)
             session.armed = session.armed or bool(session.tries)
         if session.unsplit:
-            room = advisor.room_to_try(step.size, step.resident, step.advice, split=True)
+            room = room_to_try(advisor, step.size, step.resident, step.advice, split=True)
             session.split_tries = session.unsplit & advisor.shelter.keys() & room
 
     def _is_news(self, step: Step, waiting: set[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,14 +68,14 @@ def test_few_sizes_in_a_tight_budget() -> None:
     assert sum(record.lean_units for record in last) > sum(record.recomputed_units for record in last)
 
 
-def test_what_another_rank_refused_for_this_step_is_not_tried() -> None:
+def test_what_another_rank_refused_for_this_step_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the plan and the step, where the shelter has lost it already."""
+    monkeypatch.setattr("lightning_mimose.trials.room_to_try", lambda *_: {"a", "b"})
     advisor: Any = SimpleNamespace(
         shelter={"a": "recompute", "b": "recompute"},
         budget_bytes=1,
         indivisible={},
         limit=lambda *_: None,
-        room_to_try=lambda *_: {"a", "b"},
     )
     session, step = (
         Session(),

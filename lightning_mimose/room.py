@@ -1,0 +1,83 @@
+"""Room for trials: which units may run once more beside a step, in no more memory than it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.advice import Advice
+from lightning_mimose.forecast import Forecast
+from lightning_mimose.predict.ample import growth
+from lightning_mimose.predict.estimator import Prediction
+from lightning_mimose.predict.structure import CallShape, Resident
+from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.sizes import BatchSize
+
+TRIAL_SHARE = 1.5
+"""What a unit that is tried beside a step may take, as a share of its working set."""
+
+
+def room_to_try(
+    forecast: Forecast, size: BatchSize, resident: Resident, advice: Advice, *, split: bool = False
+) -> set[str]:
+    """Units that may run once more beside a step, with all they save kept.
+
+    In a planned step the room is the peak it is predicted to have anyway. In a sheltered one it is the budget, judged
+    by the nearest size that was measured; a larger one is taken to need quadratically more.
+
+    Args:
+        forecast: What is known.
+        size: The batch's size.
+        resident: What is resident.
+        advice: What the step will do.
+        split: Whether they run without keeping what they save, but with two results to compare.
+    """
+
+    def trial(call: CallShape, value: NDArray[np.float64]) -> float:
+        if split and call.lean >= 0:
+            return float(value[call.lean] + value[call.given] + 2 * value[call.returned])
+        return float(value[call.working])
+
+    wanted = dict(size.dims)
+    if advice.plan is not None:
+        prediction = forecast.estimator.predict(wanted)
+        if prediction is None or advice.predicted_peak_bytes is None:
+            return set()
+        room = advice.predicted_peak_bytes - resident.total_bytes
+        return _beside(prediction, forecast.timeline_of(prediction, resident), advice.plan.actions, room, trial)
+    alike = [each for each in forecast.estimator.observations() if each[0].keys() == wanted.keys()]
+    if not alike:
+        return set()
+    dims, structure, values = min(alike, key=lambda each: growth(wanted, each[0]))
+    room = int((forecast.budget_bytes - resident.total_bytes) / growth(wanted, dims))
+    prediction = Prediction(structure, values, 0.0, False)
+    return _beside(prediction, forecast.timeline_of(prediction, resident), forecast.shelter, room, trial)
+
+
+def _beside(
+    prediction: Prediction,
+    timeline: Timeline,
+    actions: Mapping[str, str],
+    room_bytes: int,
+    trial: Callable[[CallShape, NDArray[np.float64]], float],
+) -> set[str]:
+    """Units whose trial fits into a room, beside what the units before them keep."""
+    structure, values = prediction.structure, prediction.values
+    chosen = [each for each in actions.items() if each in timeline.option_index]
+    made = structure.arrays[3]
+    number, position = structure.layout.in_forward
+
+    def before(index: int, call: CallShape) -> float:
+        """What is there when a call begins, gradients of an earlier backward pass of the step included."""
+        inside = position[number == index]
+        # Not the call's own action, or that of a unit around it: what those spare, they spare later.
+        others = [timeline.option_index[unit, a] for unit, a in chosen if not f"{call.unit}.".startswith(f"{unit}.")]
+        spared = timeline.relief_bytes[others][:, inside].sum(axis=0).min() if inside.size else 0
+        return float(values[call.entry] + made[inside].max(initial=0) - spared)
+
+    # The first call is the one that is tried; which of them that is, need not be the same in every step.
+    regions = [(i, call) for i, call in enumerate(structure.calls) if call.region]
+    large = {c.unit for i, c in regions if before(i, c) + TRIAL_SHARE * trial(c, values) > room_bytes}
+    return {call.unit for _, call in regions} - large
