@@ -24,6 +24,7 @@ class Advice(NamedTuple):
         cache_hit: Whether the plan was known.
         infeasible: Whether even the most saving plan exceeds the budget.
         to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured.
+        bounded: Whether all that is known of its peak is a bound, see `predict.ample`.
     """
 
     plan: Plan | None
@@ -31,6 +32,7 @@ class Advice(NamedTuple):
     cache_hit: bool
     infeasible: bool = False
     to_be_proven: bool = False
+    bounded: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from lightning_mimose.actions.lean.grades import GRADES
@@ -59,7 +60,7 @@ class Advisor(Forecast):
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
         self._shelter_only: set[BatchSize] = set()
-        """Sizes for which a plan that was to be leaner than the shelter, or to keep all, was not what it was to be."""
+        """Sizes for which a plan that was to be leaner than the shelter was not."""
         self.bounds = Bounds()
         self.announce: Callable[[str], None] = log.info
         self._announced = False
@@ -89,11 +90,13 @@ class Advisor(Forecast):
         if plan is None:
             planned, prediction = self._known_size(size)
             if prediction is None:
-                return Advice(self._keeping_all(size, resident), None, False)
+                return self._unplanned(size, resident, 0)
             timeline = self.timeline_of(prediction, resident)
             if not self._trusts(prediction, timeline):
                 beyond = self._beyond_shelter(timeline) if size not in self._shelter_only else None
-                return Advice(beyond or self._keeping_all(size, resident), None, False)
+                if beyond is not None:
+                    return Advice(beyond, None, False)
+                return self._unplanned(size, resident, timeline.peak_bytes({}))
             self._announce()
             margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
             sheltered = self.sure_bytes(timeline) <= self.budget_bytes
@@ -153,15 +156,23 @@ class Advisor(Forecast):
         least = least_peak_heuristic(self.menu(timeline))
         return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
 
-    def _keeping_all(self, size: BatchSize, resident: Resident) -> Plan | None:
-        """A plan that keeps everything, where the budget is ample for a size of which no fit is to be trusted."""
-        most = self.bounds.of(dict(size.dims)) if size not in self._shelter_only else None
-        if most is None or with_reserve(resident.total_bytes + most) > self.budget_bytes:
-            return None
-        return Plan((), tuple(self.shelter), resident.total_bytes + most, 0.0)
+    def _unplanned(self, size: BatchSize, resident: Resident, kept_bytes: int) -> Advice:
+        """Nothing is to be trusted about a size: it is sheltered, or kept whole where the budget is ample.
+
+        Args:
+            size: The size.
+            resident: What is resident, the batch included.
+            kept_bytes: What it is predicted to take if it is kept, for what that is worth.
+        """
+        most = self.bounds.of(dict(size.dims))
+        if most is not None:
+            most = max(max(resident.total_bytes, resident.update_bytes) + most, kept_bytes)
+            if with_reserve(most) + self.misses.kept_free_bytes <= self.budget_bytes:
+                return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
+        return Advice(None, None, False)
 
     def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
-        """Learn what a plan reached that was to be leaner than the shelter, or to have ample room."""
+        """Learn what a plan reached that was to be leaner than the shelter."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self._shelter_only.add(size)
@@ -171,12 +182,6 @@ class Advisor(Forecast):
         super().forget()
         self._shelter_only.clear()
         self.bounds = Bounds()
-
-    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
-        """See `Forecast`; without a prediction, bounds were wrong."""
-        super().learn_out_of_memory(predicted_bytes)
-        if predicted_bytes is None:
-            self.bounds.refute()
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.
@@ -206,7 +211,7 @@ class Advisor(Forecast):
     def judge(self, size: BatchSize, resident: Resident) -> Callable[[Choices], Judgement | None]:
         """What another rank's plan would be for a batch; None where it does what was not tried here."""
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None:
+        if prediction is None or not isfinite(prediction.error):
             return lambda choices: None
         timeline = self.timeline_of(prediction, resident)
         free = self._margin_bytes(prediction, timeline, self.budget_bytes)

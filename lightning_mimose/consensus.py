@@ -66,6 +66,8 @@ class Consensus:
         """
         advisor = self._advisor
         sheltered = Advice(None, None, False)
+        if advice.bounded:
+            advice = sheltered  # it could not judge what another rank proposes
         own = None if advice.plan is None else advice.plan.choices
         words: list[Word] = agreement.tell(Word(dict(self._session.refused), own, Refusal.of(error)))
         agreement.raise_first([word.refusal for word in words], error)

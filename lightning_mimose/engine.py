@@ -411,6 +411,8 @@ class Engine:
         self._attachment.take_refusals()
         if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
             self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
+            if step.advice.bounded:
+                self.advisor.bounds.refute()
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
         step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)
         if leaner and step.actions == before:

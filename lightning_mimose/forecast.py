@@ -133,7 +133,7 @@ class Forecast:
             resident,
             seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
-            left_out=frozenset(self.left_out),
+            left_out=prediction.structure.unsteady.union(self.left_out),
             fates=self._fates if fates is None else fates,
             extras=self._extras(prediction),
         )

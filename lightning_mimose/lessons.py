@@ -142,12 +142,18 @@ class Lessons:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)
             advisor.verify(step.size, step.resident, plan, predicted, whole, anew=step.inputs_taught)
-        if plan is not None and predicted is None and budget < peak:
+        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
+            advisor.bounds.refute()
+        elif plan is not None and predicted is None and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True
             known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
             unknown = "the leanest plan for a size that is not known well yet."
+            if step.advice.bounded:
+                unknown = (
+                    "no plan: the budget had seemed ample. Such batches recompute as much as they can from now on."
+                )
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
                 f"budget of {format_bytes(budget)}, under {unknown if predicted is None else known}",
@@ -156,7 +162,7 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
-        self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes, calls=len(trace.calls))
+        self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             if not self._told_apart:
                 self._told_apart = True

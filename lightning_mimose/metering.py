@@ -15,6 +15,8 @@ from lightning_mimose.step import Step
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""
 MEASURE_EVERY = 50
+MEASURE_BOUNDED_EVERY = 10
+"""The same for steps of which only a bound is known."""
 WATCHED_STEPS = 20
 """Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
 
@@ -39,10 +41,11 @@ class Metering:
         self._device, self._session, self._ledger, self._lessons = device, session, ledger, lessons
         self._profile = profile
         self._is_free = device.type != "cpu"
-        self.planned = 0
+        self.planned = self._bounded = 0
 
     def arm(self, step: Step) -> None:
         """Give a step a meter, if it is to be measured."""
+        self._bounded += step.advice.bounded
         if step.sheltered or self._measures_planned(step):
             step.gradients = GradientLedger(
                 self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
@@ -55,11 +58,11 @@ class Metering:
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
             return False
-        untold = step.advice.predicted_peak_bytes is None
-        if (untold and step.actions) or step.advice.to_be_proven:
+        if step.advice.bounded:
+            return self._bounded % MEASURE_BOUNDED_EVERY == 0 or self._bounded <= VERIFIED_STEPS
+        if step.advice.predicted_peak_bytes is None or step.advice.to_be_proven:
             return True  # a plan for a size that is not trusted yet, or not for all that it does
-        verified = self.planned if untold else self._lessons.verified
-        return self.planned % MEASURE_EVERY == 0 or verified < VERIFIED_STEPS
+        return self.planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
 
     def begin_forward(self, step: Step) -> None:
         """Start the step's meter, if it has one.

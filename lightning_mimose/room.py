@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.advice import Advice
 from lightning_mimose.forecast import Forecast
-from lightning_mimose.predict.ample import growth
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -47,11 +47,16 @@ def room_to_try(
             return set()
         room = advice.predicted_peak_bytes - resident.total_bytes
         return _beside(prediction, forecast.timeline_of(prediction, resident), advice.plan.actions, room, trial)
+
+    def growth(seen: Mapping[str, int]) -> float:
+        # Dimensions of the same lengths are one: tokens and their mask.
+        return prod(max(1.0, now / max(then, 1)) ** 2 for now, then in {(wanted[name], seen[name]) for name in seen})
+
     alike = [each for each in forecast.estimator.observations() if each[0].keys() == wanted.keys()]
     if not alike:
         return set()
-    dims, structure, values = min(alike, key=lambda each: growth(wanted, each[0]))
-    room = int((forecast.budget_bytes - resident.total_bytes) / growth(wanted, dims))
+    dims, structure, values = min(alike, key=lambda each: growth(each[0]))
+    room = int((forecast.budget_bytes - resident.total_bytes) / growth(dims))
     prediction = Prediction(structure, values, 0.0, False)
     return _beside(prediction, forecast.timeline_of(prediction, resident), forecast.shelter, room, trial)
 

@@ -91,3 +91,18 @@ def test_sheltered_where_no_plan_fits_everywhere(fits_there: bool) -> None:
                     mimose.step(torch.randn(64, 32))
         finally:
             engine._decisions.agreement = None
+
+
+def test_a_rank_that_only_has_a_bound_is_sheltered_with_the_others() -> None:
+    """It could not judge what another one proposes: that ended in a refusal, for want of a common plan."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
+    with Mimose(model, budget="1GB", loss_fn=lambda module, x: module(x).pow(2).mean()) as mimose:
+        decisions = mimose._engine._decisions
+        for step in range(14):
+            last = step == 13
+            decisions.agreement = Told(Word({}, (("0", "recompute"),) if last else None), None, None, None)
+            mimose.step(torch.randn(5 if last else 8, 10, 32))  # the batch's length never varied
+        decisions.agreement = None
+        assert mimose.records[-1].sheltered
+        mimose.step(torch.randn(5, 10, 32))
+        assert not mimose.records[-1].sheltered  # alone, it keeps everything

@@ -34,6 +34,7 @@ class FlopTally(ThreadedMode):
     Attributes:
         total: Operations so far.
         besides: Everything else so far, in operations that take as long.
+        dynamic: Whether any of it had results whose sizes depend on what its arguments hold (routing, `nonzero`).
     """
 
     _local = threading.local()
@@ -41,6 +42,7 @@ class FlopTally(ThreadedMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.besides = 0
+        self.dynamic = False
 
     @classmethod
     def active(cls) -> FlopTally | None:
@@ -63,6 +65,7 @@ class FlopTally(ThreadedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.dynamic |= torch.Tag.dynamic_output_shape in func.tags and not _is_plain_indexing(func, args)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             # A formula that cannot read these arguments must not end a training.
@@ -73,6 +76,13 @@ class FlopTally(ThreadedMode):
             if isinstance(made, torch.Tensor):
                 self.besides += made.numel() * _of_one(func, made, args)
         return out
+
+
+def _is_plain_indexing(func: Any, args: Any) -> bool:
+    """By numbers, not by a mask: as many results as there are numbers."""
+    if func._overloadpacket is not _aten.index:
+        return False
+    return not any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
 
 
 def _of_one(func: Any, made: torch.Tensor, args: Any) -> int:

@@ -196,6 +196,7 @@ def observe(
             for call in surveyed
             for grade, action in enumerate(grades)
         ),
+        dynamic=tuple(dict.fromkeys(call.unit for call in trace.calls if call.dynamic)),
     )
     structure = replace(structure, columns=len(columns.values))
     return Observation(structure, np.array(columns.values), trace.peak_bytes)

@@ -123,6 +123,7 @@ class Replays:
                 call.items = survey.items()
         finally:
             call.seconds = time.perf_counter() - began
+            call.dynamic = flops.dynamic
             self._expected, self._stack = None, []
             call.marks["again_out"] = self._curve.mark(call.key, "again_out")
             if any(not isinstance(mode, ThreadedMode) for mode in _get_current_dispatch_mode_stack()):

@@ -44,6 +44,7 @@ class Call:
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
         besides: What it does besides them, in operations that take as long, see `flops`.
         seconds: Duration of its recomputation.
+        dynamic: Whether sizes in it depend on what tensors hold, see `FlopTally`; of a region.
         items: What of it could be kept in a smaller form, if that was looked at.
     """
 
@@ -66,6 +67,7 @@ class Call:
     flops: int = 0
     besides: int = 0
     seconds: float = 0.0
+    dynamic: bool = False
     items: tuple[LeanItem, ...] | None = None
 
     @property

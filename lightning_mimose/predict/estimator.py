@@ -291,6 +291,7 @@ def _structure(data: Mapping[str, Any]) -> Structure:
         positions=tuple(Position(**position) for position in data["positions"]),
         loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
         batch=data["batch"],
+        dynamic=tuple(data.get("dynamic", ())),
         columns=data["columns"],
         old_gradient_bytes=data.get("old_gradient_bytes"),
         lean=tuple(

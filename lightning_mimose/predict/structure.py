@@ -178,6 +178,7 @@ class Structure:
         columns: Number of columns.
         old_gradient_bytes: Bytes of gradients at the measured steps' start, in a loop that frees them when it likes.
         lean: What lean saves of each grade would change.
+        dynamic: Units inside which sizes depend on what tensors hold (a router's choice), not on the batch's alone.
     """
 
     units: tuple[str, ...]
@@ -189,11 +190,18 @@ class Structure:
     columns: int
     old_gradient_bytes: int | None = None
     lean: tuple[LeanShape, ...] = ()
+    dynamic: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def passes(self) -> int:
         """Backward passes in the step."""
         return sum(position.label == "backward step" for position in self.positions)
+
+    @cached_property
+    def unsteady(self) -> frozenset[str]:
+        """Units inside dynamic ones: together they may take what they always do, but no single one of them does."""
+        around = tuple(f"{unit}." for unit in self.dynamic)
+        return frozenset(unit for unit in self.units if unit.startswith(around)) if around else frozenset()
 
     def __hash__(self) -> int:
         """Computed once: a step of a large model has thousands of parts."""

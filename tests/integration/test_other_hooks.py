@@ -27,7 +27,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
-from lightning_mimose import MimoseCallback
+from lightning_mimose import Mimose, MimoseCallback
 from lightning_mimose.predict.ample import PATIENCE_STEPS
 from tests.helpers.fits import run, same
 from tests.helpers.models import Batch, Block, Task, TinyText, ValidatedTask, loader, quiet_trainer, text_batch
@@ -197,6 +197,37 @@ def test_an_ample_budget_ends_the_recomputing_of_what_cannot_be_predicted(task: 
             # The graph of the kept steps is that of the plain ones.
             assert counted.batches[PATIENCE_STEPS:] == PATIENCE_STEPS * [3]
             assert fit.peaks[PATIENCE_STEPS:] == pytest.approx(plain.peaks[PATIENCE_STEPS:], rel=0.01)
+
+
+class Swelling(nn.Module):
+    """Takes as much as its input says, and not as its size does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss, with a penalty on slopes."""
+        times, start = int(x[0, 0]), x.clone().requires_grad_()
+        loss = start.square().mean()
+        for block in self.blocks:
+            loss = loss + block(start.repeat(times, 1)).sin().mean()
+        (slope,) = torch.autograd.grad(loss, start, create_graph=True)
+        return loss + slope.pow(2).sum()
+
+
+@pytest.mark.filterwarnings("ignore:A step ran backward twice")
+def test_a_bound_that_was_broken_is_believed_no_more() -> None:
+    """Batches that are not what their sizes say: from the first one on that is measured, steps are sheltered again."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Swelling()])
+    batches = [torch.ones(64, 32) for _ in range(PATIENCE_STEPS + 4)]
+    batches[PATIENCE_STEPS + 1] = torch.full((64, 32), 40.0)
+    with Mimose(model, budget="1GB", loss_fn=lambda module, x: module[0](x), units=["0.blocks.*"]) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        sheltered = [record.sheltered for record in mimose.records]
+    assert sheltered == [*PATIENCE_STEPS * [True], False, False, True, True]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

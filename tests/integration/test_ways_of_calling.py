@@ -105,6 +105,25 @@ class Ode(nn.Module):
         return out
 
 
+class Routed(nn.Module):
+    """Each token goes to two of four experts."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.experts = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds what they make of it."""
+        tokens = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, ranks = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, ranks, None])
+        return x + out.view_as(x)
+
+
 class Observing(nn.Module):
     """Gives its buffer another shape in its first forward, as observers of quantisation do."""
 
@@ -197,6 +216,15 @@ def test_lean_units_that_are_called_several_times_are_predicted(calls: Loss) -> 
     assert len(planned) > 3
     for peak, record in planned:
         assert peak == pytest.approx(record.predicted_peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.6, 0.5, 0.4])
+def test_experts_that_get_what_a_router_decides(share: float) -> None:
+    """Steps of one size differ in what single experts take, though not in all: plans leave room for it."""
+    plain, *_ = trained(lambda: nn.Sequential(*[Routed() for _ in range(4)]), square, None)
+    found, _, _, mimose = trained(lambda: nn.Sequential(*[Routed() for _ in range(4)]), square, share)
+    assert all(map(torch.equal, plain, found))
+    assert sum(bool(record.actions) for record in mimose.records if not record.sheltered) > 4
 
 
 def test_inputs_that_nobody_keeps_are_not_counted() -> None:

@@ -80,3 +80,20 @@ def test_pools_of_channels_that_come_last_are_fast() -> None:
     with FlopTally() as tally:
         out = functional.max_pool2d(x, 3, 2)
     assert tally.besides == ELEMENT_OPERATIONS * out.numel()
+
+
+@pytest.mark.parametrize(
+    ("operation", "dynamic"),
+    [
+        (lambda x: x[x > 0], True),
+        (lambda x: (x > 0).nonzero(as_tuple=True), True),
+        (lambda x: x.argmax(1).unique(), True),
+        (lambda x: x[:, torch.tensor([0, 2])], False),
+        (lambda x: x.topk(2).values.softmax(1), False),
+    ],
+)
+def test_sizes_that_depend_on_values_are_noticed(operation: Callable[[Tensor], object], dynamic: bool) -> None:
+    """Routing; indexing by numbers is none, though torch's tag says so of all indexing."""
+    with FlopTally() as tally:
+        operation(torch.randn(4, 8))
+    assert tally.dynamic is dynamic
