@@ -224,6 +224,25 @@ def test_parameters_that_the_attempt_wrote_cannot_be_put_back() -> None:
         attempts(Engine(), model).run(once)
 
 
+@pytest.mark.parametrize("steps", [1, 8])
+def test_one_of_many_parameters_that_steps_write_is_known(steps: int) -> None:
+    """All are looked at in every step, however many there are."""
+    model, engine = nn.ParameterList(torch.zeros(1) for _ in range(300)), Engine()
+    attempted, quiet = attempts(engine, model), Failing(lambda: None)
+    for _ in range(3):
+        attempted.run(quiet)
+
+    def once() -> None:
+        with torch.no_grad():
+            model[123].add_(1)
+
+    for _ in range(steps):
+        attempted.run(once)
+    with pytest.raises(MemoryError, match="written parameters"):
+        attempted.run(Failing(once, OOM))
+    assert model[123] == steps + 1
+
+
 def test_gradients_that_nobody_zeroes_stay() -> None:
     """Of a parameter outside every optimizer."""
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

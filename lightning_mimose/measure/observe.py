@@ -66,7 +66,7 @@ def observe(
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
-    without = [c for c in outermost if c.action == "recompute" and "out" in c.marks and "again" not in c.marks]
+    without = [call for call in outermost if call.is_unseen]
     endless = {id(call): _as_others(call, regions, saved) for call in without}
     saved.update(endless)
     dropped = _dropped_per_interval([*regions, *without], saved, lends, len(trace.marks))

@@ -76,6 +76,11 @@ class Call:
         return call_key(self.unit, self.occurrence)
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether it is a region that never ran again, for its result was dropped: what it saves is not known."""
+        return self.action == "recompute" and "out" in self.marks and "again" not in self.marks
+
+    @property
     def pairs(self) -> list[tuple[int, int]]:
         """Storage ids of what it returned or left in forward, each with its twin while everything was kept."""
         return [*zip(self.returned, self.outputs, strict=False), *self.twins]
@@ -195,10 +200,8 @@ class StepTrace:
 
     @property
     def kept_bytes(self) -> int | None:
-        """At least what the step would have taken had everything been kept; None if some of it was never seen."""
-        saved: dict[int, int] = {}
-        for call in self.calls:
-            if call.action == "recompute" and "out" in call.marks and "again" not in call.marks:
-                return None
-            saved.update(call.saved)
+        """No less than the step would have taken had everything been kept; None if some of it was never seen."""
+        if any(call.is_unseen for call in self.calls):
+            return None
+        saved = {number: size for call in self.calls for number, size in call.saved.items()}
         return self.peak_bytes + sum(saved.values())

@@ -220,7 +220,7 @@ def test_lean_units_that_are_called_several_times_are_predicted(calls: Loss) -> 
 
 @pytest.mark.parametrize("share", [0.7, 0.6, 0.5, 0.4])
 def test_experts_that_get_what_a_router_decides(share: float) -> None:
-    """Steps of one size differ in what single experts take, though not in all: plans leave room for it."""
+    """Steps of one size differ in what single experts take, though not in all: plans take blocks as a whole."""
     plain, *_ = trained(lambda: nn.Sequential(*[Routed() for _ in range(4)]), square, None)
     found, _, _, mimose = trained(lambda: nn.Sequential(*[Routed() for _ in range(4)]), square, share)
     assert all(map(torch.equal, plain, found))
