@@ -167,9 +167,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     init = dict(_value(text) for text in arguments.init)
 
     from lightning_mimose.budget import parse_budget
-    from lightning_mimose.explain import explain, tables
-    from lightning_mimose.learn import learn
-    from lightning_mimose.samples import batch_maker, build
+    from lightning_mimose.explain.explain import explain, tables
+    from lightning_mimose.explain.learn import learn
+    from lightning_mimose.explain.samples import batch_maker, build
 
     for budget in budgets:  # before a minute is spent on learning
         parse_budget(budget)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.agreement import NO_RETRY
-from lightning_mimose.attempts import Attempts
-from lightning_mimose.engine import Engine
+from lightning_mimose.engine.attempts import Attempts
+from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import LossError
 from lightning_mimose.measure.resident import optimized
 from lightning_mimose.plan import Plan, PlannerChoice

@@ -33,8 +33,8 @@ from lightning_mimose import Mimose, MimoseCallback, StepRecord
 from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session
-from lightning_mimose.attempts import Attempts
-from lightning_mimose.engine import Engine
+from lightning_mimose.engine.attempts import Attempts
+from lightning_mimose.engine.core import Engine
 from lightning_mimose.report.record import History
 from lightning_mimose.units import Unit
 

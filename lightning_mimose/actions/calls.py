@@ -12,23 +12,22 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.foreign import out_of_reach
-from lightning_mimose.actions.lean.grades import ATTENTION, GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
-from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
 from lightning_mimose.actions.proof import find_carried, prove
 from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
 from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.actions.setting import Setting
-from lightning_mimose.actions.split import CHUNKS, SPLITS, CannotSplitError, Divisible, Seam, run_split
+from lightning_mimose.actions.split import CannotSplitError, Divisible, Seam, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trial import Candidate, Trial
 from lightning_mimose.measure.collector import Region
+from lightning_mimose.menu import ATTENTION, CHUNKS, GRADES, OFFLOAD, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.units import Unit, is_compiled
 
 

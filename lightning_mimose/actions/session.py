@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_mimose.actions.lean.grades import GRADES
-from lightning_mimose.actions.menu import RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.actions.offload import Offloader
-from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.inputs import InputWatch
+from lightning_mimose.menu import GRADES, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.shared.stops import Stops
 
 REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)

@@ -20,11 +20,6 @@ from lightning_mimose.actions.state import WrittenState, put_back
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 
-CHUNKS = (2, 4, 8)
-"""Into how many parts a batch may be split."""
-SPLITS = tuple(f"split{chunks}" for chunks in CHUNKS)
-"""Names of the actions."""
-
 ROWS_MIX = "its results for a part of the batch are not those for the whole batch"
 RANDOM = "it draws random numbers"
 WRITES = "its forward writes state"

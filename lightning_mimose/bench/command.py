@@ -23,7 +23,7 @@ from lightning_mimose.bench.race import Ask, Raced, race
 from lightning_mimose.bench.work import BUILT_IN, DEFAULT, SCALES, Work, built_in, on, own
 from lightning_mimose.budget import parse_budget
 from lightning_mimose.errors import BudgetError, MimoseError, UnsupportedError
-from lightning_mimose.learn import training_device
+from lightning_mimose.explain.learn import training_device
 from lightning_mimose.report.plots import canvas
 from lightning_mimose.report.text import Table
 

@@ -26,7 +26,7 @@ from lightning_mimose.bench.simulation import dtr_of, recordings
 from lightning_mimose.bench.work import Work
 from lightning_mimose.budget import Budget
 from lightning_mimose.errors import BudgetError, BudgetInfeasibleError, MimoseError
-from lightning_mimose.samples import say
+from lightning_mimose.explain.samples import say
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_mimose.bench.workload import CLASSES, Batch, Workload, causal, images, text, translation
 from lightning_mimose.errors import MimoseError
-from lightning_mimose.learn import loss_of
+from lightning_mimose.explain.learn import loss_of
+from lightning_mimose.explain.samples import batch_maker, build, loader_batches
 from lightning_mimose.loop import own_loss
-from lightning_mimose.samples import batch_maker, build, loader_batches
 
 Scale = Literal["tiny", "small", "paper"]
 SCALES: tuple[Scale, ...] = ("tiny", "small", "paper")

@@ -23,6 +23,7 @@ from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
+from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import storages_in
 
 Left = Mapping[tuple[int, str], torch.Tensor]
@@ -193,7 +194,7 @@ class StepRecorder:
             waiting = live is not None and not live.replays.in_backward and not live._curve.over
             if live is not None and waiting and number not in call.gone:  # once for all views of it
                 call.gone[number] = live._curve.latest
-                if call.action == "recompute":
+                if call.action == RECOMPUTE:
                     live._curve.cut(call.key, IS_GONE, number)
 
         self._outputs.append((call, number, weakref.ref(storage, goes)))
@@ -203,7 +204,7 @@ class StepRecorder:
 
     def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], survey: Survey | None = None) -> Region:
         """Begin a recomputed call in forward; the region observes its runs."""
-        call = self.enter(unit, "recompute", args, kwargs)
+        call = self.enter(unit, RECOMPUTE, args, kwargs)
         region = Region(self, call, survey)
         recorder = weakref.ref(self)
 

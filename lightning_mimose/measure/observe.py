@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
+from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, LooseShape, Position, Structure
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
@@ -207,7 +208,7 @@ def _region(call: Call) -> Call:
     around = [call]
     while around[-1].parent is not None:
         around.append(around[-1].parent)
-    return next((outer for outer in reversed(around) if outer.action == "recompute"), around[-1])
+    return next((outer for outer in reversed(around) if outer.action == RECOMPUTE), around[-1])
 
 
 def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from lightning_mimose.measure.meter import Interval
+from lightning_mimose.menu import RECOMPUTE
 
 
 def call_key(unit: str, occurrence: int) -> str:
@@ -78,7 +79,7 @@ class Call:
     @property
     def is_unseen(self) -> bool:
         """Whether it is a region that never ran again, for its result was dropped: what it saves is not known."""
-        return self.action == "recompute" and "out" in self.marks and "again" not in self.marks
+        return self.action == RECOMPUTE and "out" in self.marks and "again" not in self.marks
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

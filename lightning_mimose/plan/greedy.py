@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.timeline import Timeline
@@ -26,7 +27,7 @@ def greedy_order(timeline: Timeline) -> list[tuple[int, int]]:
     sizes = [
         (option, int(most[option]))
         for option, choice in enumerate(timeline.options)
-        if choice.action == "recompute" and timeline.parents[choice.unit] < 0 and most[option] > 0
+        if choice.action == RECOMPUTE and timeline.parents[choice.unit] < 0 and most[option] > 0
     ]
     sizes.sort(key=lambda entry: (-entry[1], timeline.options[entry[0]].unit))
     order: list[tuple[int, int]] = []

@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from lightning_mimose.predict.timeline import KEEP
+from lightning_mimose.menu import KEEP
 
 
 @lru_cache(maxsize=4096)

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from lightning_mimose.errors import PlanError
+from lightning_mimose.menu import KEEP
 from lightning_mimose.plan.greedy import plan_greedy
 from lightning_mimose.plan.heuristic import plan_heuristic
 from lightning_mimose.plan.optimal import plan_exact
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.structure import Incumbent, Structure, plan_of
-from lightning_mimose.predict.timeline import KEEP, Timeline
+from lightning_mimose.predict.timeline import Timeline
 
 PlannerChoice: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
 

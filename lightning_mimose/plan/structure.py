@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.menu import KEEP
 from lightning_mimose.plan.plan import Plan
-from lightning_mimose.predict.timeline import KEEP, Timeline
+from lightning_mimose.predict.timeline import Timeline
 
 Ints = NDArray[np.intp]
 Floats = NDArray[np.float64]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mimose.actions.menu import check_actions
-from lightning_mimose.advisor import Advisor
-from lightning_mimose.attempts import Attempts
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes, parse_budget
-from lightning_mimose.engine import Engine
+from lightning_mimose.engine.attempts import Attempts
+from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import BudgetError, MimoseError, is_out_of_memory
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.measure.resident import optimized
+from lightning_mimose.menu import check_actions
 from lightning_mimose.plan import Plan, check_planner
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers

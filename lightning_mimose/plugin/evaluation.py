@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_mimose.engine import Engine
+from lightning_mimose.engine.core import Engine
+from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.measure.meter import Meter, make_meter
 from lightning_mimose.measure.resident import batch_bytes
-from lightning_mimose.shared.tenancy import Tenancy
 
 
 class EvaluationMeter:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_mimose.agreement import NO_RETRY
-from lightning_mimose.attempts import Attempts
+from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.plugin.support import reducer_of, settle_buckets
 
 

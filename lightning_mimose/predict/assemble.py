@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Structure
@@ -24,9 +25,9 @@ where hardly anything else takes time, in layers of BERT, Llama and ViT on a slo
 REGION_SECONDS = 1e-4
 """What a recomputed region costs besides its operations: the checkpoint, and hooks on what it saves."""
 
-RECOMPUTE_LEAN = ("lean+attention", "recompute+lean")
-"""The grade of lean saves inside a recomputed unit, and the action's name."""
-BORROWING = ("lean+attention", "lean+expansions", "lean+products")
+GRADE_INSIDE = GRADES[ATTENTION - 1]
+"""Of lean saves in a unit that is recomputed leanly."""
+BORROWING = GRADES[ATTENTION - 1 :]
 """Grades of lean saves that may rebuild from a unit's arguments (masks), and so keep them alive."""
 
 
@@ -86,7 +87,7 @@ def assemble(
     assembly = _Assembly(structure, values, resident, seconds_per_operation, minimum_share, left_out, kinds)
     assembly.add_recompute()
     assembly.add_lean()
-    assembly.add_recompute_lean(*RECOMPUTE_LEAN)
+    assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN)
     if extras.link is not None:
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
@@ -111,7 +112,7 @@ class _Assembly(Rows):
             for i in calls:
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
-            self._add(structure.layout.index[unit], "recompute", *self._recomputing(unit))
+            self._add(structure.layout.index[unit], RECOMPUTE, *self._recomputing(unit))
         self._spare_in_forward(row_of, self.value[columns["lean"]])
 
     def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
@@ -190,7 +191,7 @@ class _Assembly(Rows):
             action: Name of the action.
         """
         structure, layout, count = self.structure, self.structure.layout, len(self.structure.positions)
-        plain = {option.unit: i for i, option in enumerate(self.options) if option.action == "recompute"}
+        plain = {option.unit: i for i, option in enumerate(self.options) if option.action == RECOMPUTE}
         of_call = {shape.call: i for i, shape in enumerate(structure.lean) if shape.action == grade}
         work: list[float] = self.values[layout.lean_columns[2]].tolist()
         shape, position, own = layout.lean_positions
@@ -240,7 +241,7 @@ class _Assembly(Rows):
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
                     row += away * self._spared(i, int(self.value[call.saved]), self.lent[i])
-            self._add(index, "offload", 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
+            self._add(index, OFFLOAD, 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
         """The call that returns next at the earliest, and so the one whose backward brings the copies back."""
@@ -286,7 +287,7 @@ class _Assembly(Rows):
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
             operations, seconds = self._recomputing(unit)
-            self._add(index, f"split{chunks}", operations, seconds + chunks * HOOK_SECONDS * len(members))
+            self._add(index, f"{SPLIT}{chunks}", operations, seconds + chunks * HOOK_SECONDS * len(members))
         self._spare_in_forward(row_of, peak)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:

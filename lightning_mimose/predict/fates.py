@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
+from lightning_mimose.menu import KEEP
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.timeline import KEEP
 
 Holders: TypeAlias = frozenset[str]
 """Keys of all calls that are given a storage."""

@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-KEEP = "keep"
-"""The action of a unit that is left alone: autograd keeps what it saves."""
+from lightning_mimose.menu import KEEP
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.errors import MimoseError
+from lightning_mimose.menu import GRADES
 from lightning_mimose.report.text import shorten
 
 if TYPE_CHECKING:

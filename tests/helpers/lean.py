@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.menu import GRADES
 
 EVERYTHING = len(GRADES)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_mimose import Mimose
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.bench.meter import PeakMeter
+from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import ARCHITECTURES, equal, train, trained_plainly
 

@@ -28,7 +28,7 @@ from lightning_mimose import (
     UnitsError,
     UnsupportedError,
 )
-from lightning_mimose.metering import VERIFIED_STEPS
+from lightning_mimose.engine.metering import VERIFIED_STEPS
 from lightning_mimose.plugin import callback as module
 from tests.helpers.fits import batches, condition, run, same
 from tests.helpers.meter import MeterCallback

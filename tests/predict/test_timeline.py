@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_mimose.predict.timeline import KEEP, Option, SharedHold, Timeline
+from lightning_mimose.menu import KEEP
+from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 
 def timeline(shared: tuple[SharedHold, ...] = ()) -> Timeline:

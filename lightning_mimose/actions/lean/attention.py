@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.grades import ATTENTION
 from lightning_mimose.actions.lean.handles import Handle, Recipe
 from lightning_mimose.actions.lean.recipes.table import LIGHT
+from lightning_mimose.menu import ATTENTION
 
 
 class Masked(NamedTuple):

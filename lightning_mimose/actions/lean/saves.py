@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.grades import ATTENTION, MASKS
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
@@ -37,6 +36,7 @@ from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.errors import is_out_of_memory
+from lightning_mimose.menu import ATTENTION, MASKS
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""

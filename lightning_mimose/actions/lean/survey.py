@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Recipe, Use, View
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
@@ -26,6 +25,7 @@ from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.casts import may_be_cached
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
+from lightning_mimose.menu import GRADES
 
 
 class _Found:

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lightning_mimose.actions.lean.grades import ATTENTION, ELEMENTWISE, MASKS, PRODUCTS
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.menu import ATTENTION, ELEMENTWISE, MASKS, PRODUCTS
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, UntypedStorage
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.lean.grades import ATTENTION, ELEMENTWISE
 from lightning_mimose.actions.lean.handles import Handle, rebuilt_now
 from lightning_mimose.actions.lean.recipes.table import TABLE
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.menu import ATTENTION, ELEMENTWISE
 from tests.actions.lean.test_survey import Surveying
 from tests.helpers.lean import Watch, assert_lean, same_bits
 

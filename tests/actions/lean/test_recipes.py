@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE, EXPANSIONS, PRODUCTS
 from lightning_mimose.actions.lean.recipes.table import TABLE
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.menu import ELEMENTWISE, EXPANSIONS, PRODUCTS
 from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
 
 aten = torch.ops.aten

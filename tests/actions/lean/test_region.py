@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState
+from lightning_mimose.menu import GRADES
 
 
 class Block(nn.Module):

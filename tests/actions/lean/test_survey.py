@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE, EXPANSIONS, GRADES, MASKS
 from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import PRODUCT
@@ -18,6 +17,7 @@ from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
+from lightning_mimose.menu import ELEMENTWISE, EXPANSIONS, GRADES, MASKS
 from tests.helpers.lean import same_bits
 
 Unit = Callable[[Tensor], Tensor]

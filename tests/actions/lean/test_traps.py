@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE, MASKS
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.menu import ELEMENTWISE, MASKS
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
 
 Change = Callable[[Tensor], object]

@@ -7,7 +7,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.grades import EXPANSIONS, PRODUCTS
 from lightning_mimose.actions.lean.handles import Handle, Rebuild
 from lightning_mimose.actions.lean.recipes.table import (
     PRODUCT,
@@ -15,6 +14,7 @@ from lightning_mimose.actions.lean.recipes.table import (
     Node,
     recipe,
 )
+from lightning_mimose.menu import EXPANSIONS, PRODUCTS
 
 
 @recipe("BmmBackward0", grade=PRODUCTS)

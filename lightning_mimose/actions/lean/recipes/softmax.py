@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.grades import ATTENTION
 from lightning_mimose.actions.lean.recipes.table import (
     SOFTMAX,
     Made,
@@ -15,6 +14,7 @@ from lightning_mimose.actions.lean.recipes.table import (
     recipe,
     signed,
 )
+from lightning_mimose.menu import ATTENTION
 
 
 @recipe("SoftmaxBackward0", grade=ATTENTION)

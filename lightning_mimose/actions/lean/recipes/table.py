@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.grades import ELEMENTWISE
 from lightning_mimose.actions.lean.handles import Handle, Rebuild
+from lightning_mimose.menu import ELEMENTWISE
 
 # What an element costs, in operations of a matrix product that take as long. Bandwidth decides for most. Measured in
 # steps of BERT (two CPU cores), where what they read is long out of the caches; `bench grades` in `examples` compares.

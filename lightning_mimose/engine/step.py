@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mimose.advice import Advice
+from lightning_mimose.advise.advice import Advice
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.predict.structure import Resident

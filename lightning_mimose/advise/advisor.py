@@ -10,14 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from lightning_mimose.actions.lean.grades import GRADES
-from lightning_mimose.actions.menu import RECOMPUTE_LEAN
-from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advice import RESERVE_SHARE, Advice, Holds, with_reserve
+from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
+from lightning_mimose.advise.forecast import Forecast
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
-from lightning_mimose.forecast import Forecast
+from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
@@ -40,7 +38,7 @@ class Advisor(Forecast):
         budget_bytes: The budget in force.
         size_fn: Batch -> size; None reads the dimensions of its tensors.
         planner: See `plan.Scheduler`.
-        actions: What plans may choose from, see `actions.menu`; the shelter recomputes whatever they say.
+        actions: What plans may choose from, see `menu`; the shelter recomputes whatever they say.
         fingerprint: Identifies model, precision and device; what was learnt for another is not used.
     """
 

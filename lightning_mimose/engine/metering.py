@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.lessons import Lessons
+from lightning_mimose.engine.lessons import Lessons
+from lightning_mimose.engine.step import Step
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.measure.resident import ResidentLedger
-from lightning_mimose.step import Step
 
 VERIFIED_STEPS = 3
 """Planned steps that are measured where measuring costs time, besides every `MEASURE_EVERY`th."""

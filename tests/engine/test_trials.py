@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mimose import Mimose
 from lightning_mimose.actions.session import Session
-from lightning_mimose.trials import Trials
+from lightning_mimose.engine.trials import Trials
 from tests.helpers.meter import PeakMeter
 
 
@@ -70,7 +70,7 @@ def test_few_sizes_in_a_tight_budget() -> None:
 
 def test_what_another_rank_refused_for_this_step_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the plan and the step, where the shelter has lost it already."""
-    monkeypatch.setattr("lightning_mimose.trials.room_to_try", lambda *_: {"a", "b"})
+    monkeypatch.setattr("lightning_mimose.engine.trials.room_to_try", lambda *_: {"a", "b"})
     advisor: Any = SimpleNamespace(
         shelter={"a": "recompute", "b": "recompute"},
         budget_bytes=1,

@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from lightning_mimose.actions.lean.grades import GRADES
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advice import with_reserve
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advice import with_reserve
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.hints import attention_hint, size_hint, update_hint
 from lightning_mimose.budget import format_bytes
-from lightning_mimose.hints import attention_hint, size_hint, update_hint
+from lightning_mimose.engine.refusal import Refuser
+from lightning_mimose.engine.step import Step
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
-from lightning_mimose.refusal import Refuser
-from lightning_mimose.step import Step
+from lightning_mimose.menu import GRADES
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""

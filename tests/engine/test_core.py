@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from lightning_mimose.actions.menu import check_actions
 from lightning_mimose.actions.patch import is_patched
-from lightning_mimose.engine import Engine
+from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
+from lightning_mimose.menu import check_actions
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.hub import bert, classified_text, gpt2, language
 from tests.helpers.meter import PeakMeter

@@ -13,9 +13,10 @@ from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import is_patched, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.trial import COLLECTIVE
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.errors import UnitsError, UnsupportedError
 from lightning_mimose.measure.cap import ReservedCap
+from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.sharding import gathers_inside
 from lightning_mimose.units import Unit, related, runs_torchscript, whole_graphs
 
@@ -106,7 +107,7 @@ class Attachment:
         refused = self._session.refused
         self._advisor.refused = dict(refused)
         self._advisor.leave_out(self._left_out | refused.keys())
-        cut = {unit.name: "recompute" for unit in self._patched if unit.shelter}
+        cut = {unit.name: RECOMPUTE for unit in self._patched if unit.shelter}
         self._advisor.shelter = self._session.standing(cut)
         self._session.news = True
         by_reason: dict[str, list[str]] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advisor import Advisor
-from lightning_mimose.room import room_to_try
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.room import room_to_try
+from lightning_mimose.engine.step import Step
 from lightning_mimose.sizes import BatchSize
-from lightning_mimose.step import Step
 
 
 class Trials:

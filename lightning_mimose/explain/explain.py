@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning_mimose.budget import device_memory, format_bytes, parse_budget
 from lightning_mimose.errors import BudgetInfeasibleError
-from lightning_mimose.learn import Knowledge, Size
+from lightning_mimose.explain.learn import Knowledge, Size
+from lightning_mimose.menu import LEAN, OFFLOAD, RECOMPUTE, SPLIT
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.report.text import Table
@@ -17,7 +18,7 @@ _STEP_OF_FORWARD = 3.0
 """Operations of a step in those of its forward: a backward takes two for each."""
 
 
-_KINDS = {"lean": "lean", "recompute": "recomputed", "split": "split", "offload": "offloaded"}
+_KINDS = {LEAN: "lean", RECOMPUTE: "recomputed", SPLIT: "split", OFFLOAD: "offloaded"}
 """What the names of actions begin with, as it is written above a column."""
 
 
@@ -176,7 +177,7 @@ def tables(model: str, knowledge: Knowledge, answers: Sequence[Answer]) -> Itera
     for answer in answers:
         words = ", ".join(f"{name}={value:,}" for name, value in answer.size.items())
         costs = [*answer.budgets, answer.smallest]
-        kinds = [kind for kind in _KINDS if kind in ("recompute", "lean") or any(_units(cost)[kind] for cost in costs)]
+        kinds = [kind for kind in _KINDS if kind in (RECOMPUTE, LEAN) or any(_units(cost)[kind] for cost in costs)]
         rows = (
             ("none", *("" for _ in kinds), "", format_bytes(answer.unbudgeted_peak_bytes)),
             *(_row(cost, count, kinds) for cost in answer.budgets),
@@ -217,7 +218,7 @@ def _row(cost: Cost, units: int, kinds: Sequence[str]) -> tuple[str, ...]:
 
 def _full_seconds(timeline: Timeline) -> float:
     """What recomputing every unit would take: once the forward of all that can be planned."""
-    options = timeline.only(lambda _, action: action == "recompute").options
+    options = timeline.only(lambda _, action: action == RECOMPUTE).options
     planned = {option.unit for option in options}
 
     def inside(unit: int) -> bool:

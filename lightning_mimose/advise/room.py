@@ -8,8 +8,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.advice import Advice
-from lightning_mimose.forecast import Forecast
+from lightning_mimose.advise.advice import Advice
+from lightning_mimose.advise.forecast import Forecast
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.structure import CallShape, Resident
 from lightning_mimose.predict.timeline import Timeline

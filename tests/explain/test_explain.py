@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mimose import Mimose, MimoseError
 from lightning_mimose.command import main
-from lightning_mimose.samples import batch_maker, build, load, stretch
+from lightning_mimose.explain.samples import batch_maker, build, load, stretch
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.projects import write_project
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advice import Advice, with_reserve
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advice import Advice, with_reserve
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.agreement import Agreement, Choices, Judgement, Refusal, Word
-from lightning_mimose.attachment import Attachment
+from lightning_mimose.engine.attachment import Attachment
+from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.structure import Resident
-from lightning_mimose.refusal import Refuser
 from lightning_mimose.sizes import BatchSize
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mimose.actions.lean.grades import GRADES
-from lightning_mimose.actions.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, check_actions
-from lightning_mimose.actions.split import CHUNKS, SPLITS
-from lightning_mimose.advice import RESERVE_SHARE, StepView, with_reserve
+from lightning_mimose.advise.advice import RESERVE_SHARE, StepView, with_reserve
 from lightning_mimose.errors import MimoseError
 from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
+from lightning_mimose.menu import CHUNKS, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
@@ -50,7 +48,7 @@ class Forecast:
     Args:
         budget_bytes: The budget in force.
         size_fn: Batch -> size; None reads the dimensions of its tensors.
-        actions: What plans may choose from, see `actions.menu`.
+        actions: What plans may choose from, see `menu`.
         fingerprint: Identifies model, precision and device; what was learnt for another is not used.
     """
 

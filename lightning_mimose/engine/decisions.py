@@ -10,21 +10,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.agreement import Agreement
-from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import format_bytes
-from lightning_mimose.consensus import Consensus
+from lightning_mimose.engine.attachment import Attachment
+from lightning_mimose.engine.consensus import Consensus
+from lightning_mimose.engine.refusal import Refuser
+from lightning_mimose.engine.step import Step
+from lightning_mimose.engine.tenancy import Tenancy
+from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.predict.structure import Resident
-from lightning_mimose.refusal import Refuser
 from lightning_mimose.sharding import reshard, sharded_modules
-from lightning_mimose.shared.tenancy import Tenancy
-from lightning_mimose.step import Step
-from lightning_mimose.trials import Trials
 
 
 class Decisions:

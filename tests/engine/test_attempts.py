@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose.actions.proof import DIFFERS
-from lightning_mimose.attempts import MOST_FAILURES_IN_A_ROW, Attempts
+from lightning_mimose.engine.attempts import MOST_FAILURES_IN_A_ROW, Attempts
 from lightning_mimose.errors import RecomputeError, is_out_of_memory
 
 

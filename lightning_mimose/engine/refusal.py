@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
-from lightning_mimose.advice import Holds
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advice import Holds
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
 from lightning_mimose.measure.update import UpdateReserve

@@ -1,19 +1,29 @@
-"""Which actions plans may use, by name."""
+"""The actions there are, by name, and which of them plans may use."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from lightning_mimose.actions.lean.grades import GRADES
-from lightning_mimose.actions.split import SPLITS
 from lightning_mimose.errors import UnsupportedError
 
+KEEP = "keep"
+"""The action of a unit that is left alone: autograd keeps what it saves."""
 RECOMPUTE = "recompute"
+OFFLOAD = "offload"
 LEAN = "lean"
+GRADES = (LEAN, "lean+masks", "lean+attention", "lean+expansions", "lean+products")
+"""Grades of lean saves, each of which rebuilds what the one before does and more.
+
+Element-wise operations and norms; masks as bits, and products with them; softmax from its scores; products whose result
+is wider than what it is made from, so that a byte of it costs little; all matrix products and convolutions.
+"""
+ELEMENTWISE, MASKS, ATTENTION, EXPANSIONS, PRODUCTS = range(1, 6)
 RECOMPUTE_LEAN = "recompute+lean"
 """Recomputation whose own saves are lean (softmax included), so that less is there while its backward runs."""
-OFFLOAD = "offload"
 SPLIT = "split"
+CHUNKS = (2, 4, 8)
+SPLITS = tuple(f"{SPLIT}{chunks}" for chunks in CHUNKS)
+"""Recomputation of one of so many parts of the batch at a time."""
 
 _MENU = {LEAN: GRADES, RECOMPUTE: (RECOMPUTE,), OFFLOAD: (OFFLOAD,), SPLIT: SPLITS}
 _DEFAULT = (LEAN, RECOMPUTE)  # bit-equal, and known to pay on every device

@@ -49,7 +49,7 @@ def test_attention_that_keeps_its_probabilities(kind: str) -> None:
 @pytest.mark.parametrize("named", [False, True])
 def test_sizes_in_too_many_dimensions(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told once, and in the report; not where a `size_fn` names what decides."""
-    monkeypatch.setattr("lightning_mimose.lessons.SHELTERED_STEPS", 6)
+    monkeypatch.setattr("lightning_mimose.engine.lessons.SHELTERED_STEPS", 6)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)])
     batches = [[torch.randn(int(rows), 8) for rows in torch.randint(8, 64, (4,))] for _ in range(14)]

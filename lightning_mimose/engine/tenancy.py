@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advice import StepView
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advice import StepView
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.engine.step import Step
 from lightning_mimose.predict.structure import Resident
 from lightning_mimose.shared.dropped import DROPPED
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route, Stops, route_of
 from lightning_mimose.sizes import BatchSize
-from lightning_mimose.step import Step
 
 
 class Tenancy:

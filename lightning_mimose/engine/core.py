@@ -16,33 +16,31 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.actions.lean.grades import GRADES
-from lightning_mimose.actions.menu import OFFLOAD, check_actions
 from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.session import Session
-from lightning_mimose.actions.split import SPLITS
-from lightning_mimose.advice import Advice
-from lightning_mimose.advisor import Advisor
+from lightning_mimose.advise.advice import Advice
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.agreement import Agreement
-from lightning_mimose.attachment import Attachment
 from lightning_mimose.budget import device_memory, parse_budget
-from lightning_mimose.decisions import Decisions
 from lightning_mimose.dims import dims_text
+from lightning_mimose.engine.attachment import Attachment
+from lightning_mimose.engine.decisions import Decisions
+from lightning_mimose.engine.lessons import Lessons
+from lightning_mimose.engine.metering import Metering
+from lightning_mimose.engine.refusal import Refuser, device_memory_error
+from lightning_mimose.engine.step import Step
+from lightning_mimose.engine.tenancy import Tenancy
+from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
-from lightning_mimose.lessons import Lessons
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
-from lightning_mimose.metering import Metering
+from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import PlannerChoice
-from lightning_mimose.refusal import Refuser, device_memory_error
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
-from lightning_mimose.shared.tenancy import Tenancy
-from lightning_mimose.step import Step
-from lightning_mimose.trials import Trials
 from lightning_mimose.units import Unit, find_units, fingerprint
 
 

@@ -16,12 +16,12 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_mimose.advisor import Advisor
-from lightning_mimose.engine import Engine
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import MimoseError
+from lightning_mimose.explain.samples import MakeBatch, say
 from lightning_mimose.loop import own_loss
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.samples import MakeBatch, say
 
 MOST_SIZES = 16
 """Sizes that are run at most."""

@@ -1,0 +1,1 @@
+"""One step from batch to record (`core`), and the parts it is made of."""
