@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,27 +10,18 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes, parse_budget
-from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.engine.core import Engine
-from lightning_mimose.errors import BudgetError, MimoseError, is_out_of_memory
+from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
-from lightning_mimose.measure.resident import optimized
 from lightning_mimose.menu import check_actions
 from lightning_mimose.plan import Plan, check_planner
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers
-from lightning_mimose.plugin.retry import Exchanges, RetryHook, keep_logged, why_not
+from lightning_mimose.plugin.run import Run
 from lightning_mimose.plugin.support import (
-    GradientHabits,
-    TrainingStepHook,
-    bucket_bytes,
     check_module,
     check_strategy,
-    is_first_of_accumulation,
-    precision_of,
     tell,
-    trained_parameters,
-    uses_torch_profiler,
     warn,
 )
 from lightning_mimose.report.metrics import StepMetrics
@@ -109,12 +99,7 @@ class MimoseCallback(Callback):
         self.on_infeasible = on_infeasible
         self.on_oom = on_oom
         self.host_budget = host_budget
-        self._engine: Engine | None = None
-        self._hook: TrainingStepHook | None = None
-        self._retry: RetryHook | None = None
-        self._habits: GradientHabits | None = None
-        self._trained = 0
-        self._begin: Callable[[], None] | None = None
+        self._run: Run | None = None
         self._advisor: Advisor | None = None
         self._loaded: dict[str, Any] | None = None
         self._history = History()
@@ -222,51 +207,14 @@ class MimoseCallback(Callback):
         )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: AnyBudget) -> Engine:
-        engine = Engine(
-            pl_module,
-            budget=budget,
-            units=self.units,
-            size_fn=self.size_fn,
-            actions=self.actions,
-            planner=self.planner,
-            on_infeasible=self.on_infeasible,
-            host_budget=self.host_budget,
-            device=trainer.strategy.root_device,
-            bucket_bytes=bucket_bytes(trainer.strategy, pl_module),
-            precision=precision_of(trainer.strategy),
-            profile=not uses_torch_profiler(trainer.profiler),  # type: ignore[attr-defined]
-        )
-        engine.advisor.announce = tell
+        asked = ("units", "size_fn", "actions", "planner", "on_infeasible", "host_budget")
+        options = {"budget": budget, **{name: getattr(self, name) for name in asked}}
+        run = Run(trainer, pl_module, options, retries=self.on_oom == "retry")
+        engine = run.engine
         self._take_over_knowledge(engine)
-        self._engine = engine  # from here on an exception undoes what was done
-        engine.watch(trainer.optimizers)
+        self._run = run  # from here on an exception undoes what was done
         self._advisor, self._unit_names = engine.advisor, tuple(unit.name for unit in engine.units)
-        engine.attach()
-
-        def translate(error: Exception) -> BaseException | None:
-            if pl_module.automatic_optimization or not is_out_of_memory(error):
-                return None
-            return engine.out_of_memory(error, "A batch of manual optimization cannot run again.")
-
-        self._hook = TrainingStepHook(trainer.strategy, self._begin_forward, translate)
-        exchanged = Exchanges(trainer.strategy)
-
-        def keep() -> Callable[[], None]:
-            exchanged.note()
-            return keep_logged(trainer)
-
-        attempts = Attempts(
-            engine,
-            pl_module,
-            list(optimized(*trainer.optimizers)),
-            engine.device,
-            retry=self.on_oom == "retry",
-            keep=keep,
-            forbids=lambda: why_not(trainer.strategy, engine, exchanged()),
-        )
-        self._retry = RetryHook(trainer, attempts)
-        self._habits = GradientHabits(pl_module)
-        self._trained = trained_parameters(pl_module)
+        run.start()
         return engine
 
     def _take_over_knowledge(self, engine: Engine) -> None:
@@ -282,73 +230,54 @@ class MimoseCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan this batch."""
-        if self._engine is None or self._habits is None:
+        if self._run is None:
             return
-        self._engine.abort_step()  # a step that another hook skipped has no end
-        if batch_idx == 0 and trained_parameters(pl_module) != self._trained:
-            # Layers were frozen or unfrozen: what is saved, made and kept from now on is another matter.
+        self._run.engine.abort_step()  # a step that another hook skipped has no end
+        if batch_idx == 0 and self._run.is_another:  # what is saved, made and kept from now on is another matter
             shared = isinstance(self.budget, SHARED_BUDGETS)
-            budget = self.budget if shared else self._engine.budget_bytes
+            budget = self.budget if shared else self._run.engine.budget_bytes
             self._close()
             self._open(trainer, pl_module, budget)
-        first = is_first_of_accumulation(trainer, pl_module, batch_idx)
-        self._begin = partial(
-            self._engine.begin_step,
-            batch,
-            batch_idx=batch_idx,
-            epoch=trainer.current_epoch,
-            zeroes_gradients=self._habits.zeroes(pl_module, first),
-            accumulates=not first and pl_module.automatic_optimization,
-        )
-        self._begin()
-
-    def _begin_forward(self) -> None:
-        """Plan anew if the module's own hook, which comes after the callback's, has unfrozen layers."""
-        begin, self._begin = self._begin, None
-        if self._engine is not None:
-            if begin is not None and self._engine.ledger.trains_more():
-                self._engine.drop_step()
-                begin()
-            self._engine.begin_forward()
+        self._run.begin_batch(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Forward is done."""
-        if self._engine is not None and self._habits is not None:
-            self._habits.look(pl_module)
-            self._engine.begin_backward(loss)
+        if self._run is not None:
+            self._run.habits.look(pl_module)
+            self._run.engine.begin_backward(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What is still there, somebody holds."""
-        if self._engine is not None:
-            self._engine.after_backward()
+        if self._run is not None:
+            self._run.engine.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Backward is done; with manual optimization more of it may follow."""
-        if self._engine is not None and pl_module.automatic_optimization:
-            self._engine.before_update()
+        if self._run is not None and pl_module.automatic_optimization:
+            self._run.engine.before_update()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the step."""
-        if self._engine is None:
+        if self._run is None:
             return
-        record = self._engine.end_step(self._history.aggregates.steps)
+        record = self._run.engine.end_step(self._history.aggregates.steps)
         if record is not None:
             record = self._history.add(record)
             self._metrics.log(trainer, self, record)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's values, the same on every rank."""
-        if self._engine is not None:
+        if self._run is not None:
             self._metrics.log_epoch(trainer, self)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Measure evaluation's own peak, which the budget does not promise anything about."""
-        if self._engine is not None:
-            self._evaluation.begin(self._engine, batch, batch_idx, "validation", dataloader_idx)
+        if self._run is not None:
+            self._evaluation.begin(self._run.engine, batch, batch_idx, "validation", dataloader_idx)
 
     def on_validation_batch_end(
         self,
@@ -376,12 +305,9 @@ class MimoseCallback(Callback):
 
     def _close(self) -> None:
         self._evaluation.end()
-        for hook in (self._hook, self._retry):
-            if hook is not None:
-                hook.remove()
-        if self._engine is not None:
-            self._engine.detach()
-        self._engine = self._hook = self._retry = self._habits = self._begin = None
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
 
     def _let_go(self) -> None:
         """Drop the methods of the model that Lightning lends every callback for one run, which keep it alive."""
@@ -394,5 +320,5 @@ class MimoseCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until the model is known."""
-        if self._engine is None:  # in mid-run a tuner restores an older state than is known here
+        if self._run is None:  # in mid-run a tuner restores an older state than is known here
             self._loaded = state_dict or None

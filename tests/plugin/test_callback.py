@@ -45,7 +45,7 @@ def fit(*callbacks: pl.Callback, model: nn.Module | None = None, data: Any = Non
     finally:
         assert condition(task) == before
         assert "training_step" not in vars(trainer.strategy)
-        assert all(c._engine is None for c in callbacks if isinstance(c, MimoseCallback))
+        assert all(c._run is None for c in callbacks if isinstance(c, MimoseCallback))
 
 
 # --- bad input ------------------------------------------------------------------------------------------------
