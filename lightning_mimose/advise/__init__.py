@@ -1,1 +1,1 @@
-"""What a step of some size takes, by what was learnt, and which plan it gets. Numbers only: no tensor, no model."""
+"""What a step of some size takes, by what was learnt, and which plan it gets."""

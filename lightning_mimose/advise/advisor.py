@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
-from lightning_mimose.advise.forecast import Forecast
+from lightning_mimose.advise.student import Student
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
@@ -21,7 +21,7 @@ from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.estimator import Prediction
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size
 
@@ -31,8 +31,8 @@ KNOWN_PLANS = 64
 """Plans whose actions are remembered as a dictionary."""
 
 
-class Advisor(Forecast):
-    """A forecast that answers with plans.
+class Advisor(Student):
+    """A student that answers with plans.
 
     Args:
         budget_bytes: The budget in force.
@@ -176,7 +176,7 @@ class Advisor(Forecast):
             self._shelter_only.add(size)
 
     def forget(self) -> None:
-        """See `Forecast`."""
+        """See `Student`."""
         super().forget()
         self._shelter_only.clear()
         self.bounds = Bounds()

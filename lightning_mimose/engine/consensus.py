@@ -15,7 +15,7 @@ from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.plan import Plan
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
 

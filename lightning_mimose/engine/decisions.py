@@ -23,7 +23,7 @@ from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sharding import reshard, sharded_modules
 
 

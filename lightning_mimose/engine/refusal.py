@@ -11,7 +11,7 @@ from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
 from lightning_mimose.measure.update import UpdateReserve
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
 

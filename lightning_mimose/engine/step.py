@@ -10,7 +10,7 @@ import torch
 from lightning_mimose.advise.advice import Advice
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
 

@@ -9,7 +9,7 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advice import StepView
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.engine.step import Step
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.shared.dropped import DROPPED
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route, Stops, route_of

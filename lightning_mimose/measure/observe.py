@@ -14,7 +14,8 @@ from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
-from lightning_mimose.predict.structure import NEVER, CallShape, LeanShape, LooseShape, Position, Structure
+from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
+from lightning_mimose.predict.structure import Structure
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, optimized, probe_optimizer, versions
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 
 
 class UpdateReserve:

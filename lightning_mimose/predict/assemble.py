@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.rows import Rows
-from lightning_mimose.predict.structure import NEVER, CallShape, Resident, Structure
+from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
+from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation
 from lightning_mimose.predict.fit import Fit, best_fit
-from lightning_mimose.predict.structure import CallShape, LeanShape, LooseShape, Position, Structure
+from lightning_mimose.predict.shapes import CallShape, LeanShape, LooseShape, Position
+from lightning_mimose.predict.structure import Structure
 
 GOOD_ERROR = 0.005
 """Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.structure import NEVER, LooseShape, Resident, Structure
+from lightning_mimose.predict.shapes import NEVER, LooseShape, Resident
+from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 

@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.trace import call_key
-from lightning_mimose.predict.structure import NEVER, Structure
+from lightning_mimose.predict.shapes import NEVER
+from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.shared.claim import Claim
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.structure import CallShape, LooseShape, Structure
+from lightning_mimose.predict.shapes import CallShape, LooseShape
+from lightning_mimose.predict.structure import Structure
 
 MASK, BIAS, OTHER = frozenset({"a", "b"}), frozenset({"c"}), frozenset({"d"})
 

@@ -18,7 +18,7 @@ from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.structure import Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
 from tests.helpers.meter import PeakMeter

@@ -1,0 +1,160 @@
+"""The student: a forecast that learns from the steps that were measured, and keeps what it learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_mimose.advise.forecast import Forecast
+from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
+from lightning_mimose.menu import GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.plan import Plan
+from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.fates import Fates
+from lightning_mimose.predict.misses import MISSED_SHARE
+from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.sizes import BatchSize
+
+STATE_VERSION = 7
+
+
+class Student(Forecast):
+    """Takes in what measured steps teach; for arguments see `Forecast`."""
+
+    def learn(self, size: BatchSize, observation: Observation) -> None:
+        """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+        self.misses.fade()  # no planned step may be left to show that less will do
+        self.estimator.add(dict(size.dims), observation.structure, observation.values)
+        self._fates.learn_held(observation.structure)
+        self._forget_plans()
+
+    def verify(
+        self,
+        size: BatchSize,
+        resident: Resident,
+        plan: Plan,
+        predicted_bytes: int,
+        measured_bytes: int,
+        *,
+        anew: bool = False,
+    ) -> None:
+        """Compare a planned step with its prediction; what was missing is kept free from now on.
+
+        Args:
+            size: The batch's size.
+            resident: What was resident, the batch included.
+            plan: The plan that was in force.
+            predicted_bytes: Its predicted peak.
+            measured_bytes: The peak that was measured.
+            anew: Whether inputs turned out to die otherwise since, so that it would be predicted otherwise.
+        """
+        actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
+        if anew and prediction is not None:
+            predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
+        if self._fates.any_dies and prediction is not None:
+
+            def early(fates: Fates) -> int:
+                return self.timeline_of(prediction, resident, fates).peak_bytes(actions)
+
+            tolerated = int(MISSED_SHARE / 4 * measured_bytes)
+            predicted_bytes, news = self._fates.judge(predicted_bytes, measured_bytes, tolerated, early)
+            if news:
+                self._forget_plans()
+        self.misses.compare(predicted_bytes, measured_bytes)
+        missed = measured_bytes - predicted_bytes
+        calls = prediction.structure.calls if prediction is not None else ()
+        # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
+        unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
+        bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
+        if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
+            self.estimator.prove(size.dims)
+        broken = missed > 0 and measured_bytes > self.budget_bytes
+        if not broken and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
+            return
+        self._forget_plans()
+        if abs(missed) > MISSED_SHARE * measured_bytes:
+            self.estimator.distrust()
+
+    def learn_inputs(
+        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
+    ) -> bool:
+        """Learn which inputs die early, from a planned step's forward.
+
+        Args:
+            size: The batch's size.
+            actions: Unit -> what it did.
+            fates: What became of the units' inputs, see `InputWatch.fates`.
+
+        Returns:
+            Whether that is news: plans that were made before are dropped.
+        """
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None:
+            return False
+        news = self._fates.learn_from(fates, prediction.structure, actions, GRADES)
+        if news:
+            self._forget_plans()
+        return news
+
+    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
+        """The device had less than was planned with: keep a share of the budget free for a while."""
+        if predicted_bytes is not None:
+            self.misses.out_of_memory(self.budget_bytes)
+        self._forget_plans()
+
+    def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
+        """Learn what the allocator reserves beyond what is allocated; plans leave it free."""
+        if self.misses.reserved(allocated_peak_bytes, reserved_peak_bytes):
+            self._forget_plans()
+
+    def forget(self) -> None:
+        """What is trained has changed: nothing that was measured before holds any more."""
+        self.estimator = Estimator()
+        self._forget_plans()
+        self._fates = Fates()
+
+    def leave_out(self, units: set[str]) -> None:
+        """Plan without some units, from now on."""
+        if units != self.left_out:
+            self.left_out = set(units)
+            self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """What plans, peaks and views were made from is no longer believed."""
+        self._actual_peaks.clear()
+        self._views.clear()
+
+    def guarded(self) -> dict[str, str]:
+        """Unit -> what is not done with it, and why."""
+        found = {unit: f"never recomputed: {reason}" for unit, reason in self.refused.items()}
+        for unit, operations in self.different.items():
+            kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
+            found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
+        for unit, reason in self.indivisible.items():
+            found[unit] = "; ".join([*filter(None, [found.get(unit)]), f"never split: {reason}"])
+        return found
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self.fingerprint,
+            "tracker": self.tracker.state_dict(),
+            "estimator": self.estimator.state_dict(),
+            "surplus_bytes": self.misses.surplus_bytes,
+            "fates": self._fates.state_dict(),
+            "refused": dict(self.refused),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over what was learnt for the same model, precision and device; returns whether it was."""
+        if state.get("version") != STATE_VERSION or state.get("fingerprint") != self.fingerprint:
+            return False
+        self.tracker.load_state_dict(state["tracker"])
+        self.estimator.load_state_dict(state["estimator"])
+        self.misses.surplus_bytes = int(state["surplus_bytes"])
+        self._fates.load_state_dict(state["fates"])
+        self.refused = dict(state.get("refused", {}))
+        return True

@@ -1,0 +1,156 @@
+"""The parts of a step: calls of units, positions, storages that only some calls hold, and what is resident besides.
+
+Times are ranks of marks in the measured step: a call lives from its `in` to its `out` in forward, and its saved tensors
+from `out` to `backward`. Columns are indices into the numbers that the estimator fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NEVER = 1 << 60
+"""The time of an event that does not happen."""
+
+
+class Resident(NamedTuple):
+    """What is alive in a step besides activations; a tuple, because every step makes some and looks plans up by them.
+
+    Attributes:
+        lasting_bytes: Parameters, buffers, optimizer state and the batch.
+        old_gradient_bytes: Gradients alive at the step's start.
+        zeroes_gradients: Whether they are set to None between forward and backward.
+        update_bytes: Peak of the optimizer's update, everything included.
+    """
+
+    lasting_bytes: int
+    old_gradient_bytes: int
+    zeroes_gradients: bool
+    update_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is resident at the step's start."""
+        return self.lasting_bytes + self.old_gradient_bytes
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """One call of a unit.
+
+    Attributes:
+        key: Unit name and occurrence.
+        unit: Name of the unit.
+        region: Whether the call was itself recomputed while it was measured (not nested in one that was).
+        in_time: When its forward begins.
+        out_time: When its forward ends.
+        backward_time: When its backward begins, or `NEVER`.
+        saved: Column of the bytes that recomputing it frees between forward and backward.
+        working: Column of the peak of its forward while everything it saves is kept, above its start.
+        before_backward: Column of the live bytes when its backward begins, without what it saved.
+        flops: Column of the operations its recomputation runs.
+        besides: Column of what its recomputation does besides them, in operations that take as long.
+        seconds: Column of the seconds its recomputation took.
+        given: Column of the bytes of what it is given.
+        returned: Column of the bytes of what it returns.
+        entry: Column of the live bytes at its start when everything before it is kept, -1 if not recomputed.
+        lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
+        lent: Column of the bytes of what it saves that others hold too for a while, see `measure.lent`; -1 if there are
+            none.
+        lent_until: When it is the call's alone; no part of what makes two steps alike.
+        kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
+            part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
+    """
+
+    key: str
+    unit: str
+    region: bool
+    in_time: int
+    out_time: int
+    backward_time: int
+    saved: int
+    working: int
+    before_backward: int
+    flops: int
+    besides: int
+    seconds: int
+    given: int
+    returned: int
+    entry: int = -1
+    lean: int = -1
+    lent: int = -1
+    lent_until: int = field(default=0, compare=False)
+    kept_until: int = field(default=0, compare=False)
+
+    @property
+    def end_time(self) -> int:
+        """When what it saves is gone or due."""
+        return self.kept_until or self.backward_time
+
+
+@dataclass(frozen=True)
+class Position:
+    """One place on the timeline.
+
+    Attributes:
+        label: Readable name.
+        time: When it is.
+        backward: Whether it lies after the start of the backward pass.
+        column: Column of the live bytes there, above resident ones and gradients, when everything is kept.
+        entry: Column to add to it (positions inside a region are measured from the region's start), or -1.
+        gradient_bytes: Bytes of the gradients made before it in this step.
+        old_gradient_bytes: Bytes of older gradients alive there, in a loop that frees them when it likes.
+    """
+
+    label: str
+    time: int
+    backward: bool
+    column: int
+    entry: int
+    gradient_bytes: int
+    old_gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LooseShape:
+    """A storage that nothing holds in backward unless one of the calls it is an input of is recomputed.
+
+    Attributes:
+        size: Column of its bytes.
+        holders: Indices of the calls that hold it when recomputed, the longest-holding first.
+        until_time: Until when it was held in the measured step, -1 if it was not.
+        outlives: Whether it was still there when backward was over; no part of what makes two steps alike.
+    """
+
+    size: int
+    holders: tuple[int, ...]
+    until_time: int
+    outlives: bool = field(default=False, compare=False)
+
+    @property
+    def was_held(self) -> bool:
+        """Whether calls held it in the measured step; if not (an input inside one), what was measured is without it."""
+        return self.until_time >= 0
+
+
+@dataclass(frozen=True)
+class LeanShape:
+    """What one grade of lean saves changes about one call.
+
+    Attributes:
+        call: Index of the call.
+        action: Name of the grade.
+        saved: Column of the bytes it spares between forward and backward.
+        work: Column of the operations that rebuilding takes.
+        positions: (index of a position inside the call's forward or backward, column of the live bytes there).
+        items: Storages that the call saves, and that are looked at; no part of what makes two steps alike.
+        lent: Column of the bytes of what it spares that others hold too for a while, -1 if there are none.
+    """
+
+    call: int
+    action: str
+    saved: int
+    work: int
+    positions: tuple[tuple[int, int], ...]
+    items: int = field(default=0, compare=False)
+    lent: int = -1
