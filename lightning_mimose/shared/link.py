@@ -1,29 +1,24 @@
-"""One job's connection to the coordinator."""
+"""One job's side of the talk with the coordinator."""
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
 from typing import Any
 
 from lightning_mimose.errors import SharedBudgetError
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.connection import Connection
 from lightning_mimose.shared.forks import in_child
-from lightning_mimose.shared.reach import ask_once, connect, own_file, raise_error
-from lightning_mimose.shared.wire import VERSION, Lines, Meeting, encode
+from lightning_mimose.shared.wire import Meeting
 
 CALM_SECONDS = 1.0
 """How long nobody must have waited before a job keeps, from step to step, what it was granted."""
-MOST_ATTEMPTS = 20
-"""Coordinators that may die in a row on being spoken to."""
 
 
 class Link:
-    """One job's connection to the coordinator; its thread hears what comes, and finds another coordinator if it dies.
+    """What one job asks of the coordinator and is told; its thread hears what comes, and finds another if that dies.
 
     While nobody waits, it is not told that a step has ended: it goes on counting what that was granted, and a step that
     needs no more begins without asking. When somebody waits, it is told at once what of that is still needed.
@@ -43,8 +38,6 @@ class Link:
 
     def __init__(self, meeting: Meeting, job: str, weight: float, budget_bytes: int, device: str) -> None:
         self._meeting, self.job = meeting, job
-        self._hello = {"op": "hello", "version": VERSION, "job": job, "weight": weight}
-        self._hello |= {"budget": budget_bytes, "device": device}
         self._budget_bytes = budget_bytes
         # Its lock lets the same thread through again: a signal's handler may report or close in the midst of anything.
         self._changed = threading.Condition()
@@ -59,7 +52,6 @@ class Link:
         """Whether there was an answer: another one to the same is that of another coordinator."""
         self._granted: int | None = None
         self._failed: SharedBudgetError | None = None
-        self._closed = False
         # What another coordinator would have to know.
         self._rest_bytes = self._least_bytes = 0
         self._claim: Claim | None = None
@@ -76,12 +68,7 @@ class Link:
         self._alone_in_step = False
         self._grant = 0
         """Which of the times that it was told to be alone was the latest."""
-        self._file = own_file(meeting, job)
-        try:
-            self._socket = self._connect()
-        except BaseException:
-            self._forget_file()
-            raise
+        self._connection = Connection(meeting, job, weight, budget_bytes, device)
         _links.add(self)
         self._reader = threading.Thread(target=self._hear, name=f"mimose-{job}", daemon=True)
         self._reader.start()
@@ -105,7 +92,7 @@ class Link:
                 self._alone_in_step, self._kept = False, None
             self._granted, self._answer, self._pending = None, None, message
             self._asked, self._answered = claim, False
-            self._send(message)
+            self._connection.say(message)
             self._changed.wait_for(lambda: self._answer is not None or self._failed is not None)
             if self._failed is not None:
                 raise self._failed
@@ -115,7 +102,7 @@ class Link:
     def tell(self, **message: Any) -> None:
         """Say something that has no answer."""
         with self._changed:
-            self._send(message)
+            self._connection.say(message)
 
     def needs_at_least(self, least_bytes: int) -> None:
         """A step of this job needs so much under any plan."""
@@ -154,7 +141,7 @@ class Link:
                 self._claim = None
             else:
                 self._claim = None
-                self._send({"op": "end"})
+                self._connection.say({"op": "end"})
             self.waited = self.wanted
 
     def wait(self) -> int:
@@ -170,50 +157,25 @@ class Link:
     def close(self) -> None:
         """Give everything back."""
         with self._changed:
-            if self._closed:
+            if self._connection.closed:
                 return
-            self._closed = True
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-            self._forget_file()
+            self._connection.close()
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=5.0)
 
     def leave_to_parent(self) -> None:
         """In a forked child: let go of what would keep the parent's lease alive, and of nothing else."""
-        for descriptor in (self._socket.detach(), self._file):
-            with suppress(OSError):
-                os.close(descriptor)
-        # From now on these numbers are those of other files, and the name of the file is still the parent's.
-        self._closed, self.alone, self._changed = True, False, threading.Condition()
+        self._connection.leave_to_parent()
+        self.alone, self._changed = False, threading.Condition()
         self._failed = SharedBudgetError(f"Job {self.job!r} is that of the process that this one was forked from.")
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
         try:
-            self._hear_on()
+            self._connection.hear(self._heard, self._come_back)
         except Exception as error:  # whatever it is: the training waits, and nobody else would tell it
             self._fail(error)
-
-    def _hear_on(self) -> None:
-        lines = Lines()
-        while not self._closed:
-            try:
-                data = self._socket.recv(1 << 16)
-                if not data:
-                    raise ConnectionError
-            except OSError:
-                lines = Lines()
-                with self._changed:
-                    if self._closed:
-                        return
-                    self._come_back()
-            else:
-                for message in lines.feed(data):
-                    raise_error(message, self._meeting, self._hello)
-                    self._heard(message)
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, SharedBudgetError):
@@ -260,15 +222,15 @@ class Link:
         kept, self._kept = self._kept, None
         if self._claim is None:
             if kept is not None:
-                self._send({"op": "end"})
+                self._connection.say({"op": "end"})
             return
         if kept is not None:
-            self._send({"op": "still", "needs": list(self._claim.needs)})
+            self._connection.say({"op": "still", "needs": list(self._claim.needs)})
         self._send_place()
 
     def _send_place(self) -> None:
         self._advanced = True
-        self._send({"op": "advance", "at": self.at})
+        self._connection.say({"op": "advance", "at": self.at})
 
     def _hear_answer(self, op: str, answer: Any) -> None:
         if op == "plan":
@@ -300,57 +262,29 @@ class Link:
 
     def _give_back(self) -> None:
         back = {"op": "back", "grant": self._grant, "rest": self._rest_bytes, "least": self._least_bytes}
-        self._send(back)
+        self._connection.say(back)
 
     def _come_back(self) -> None:
         """The coordinator is gone: find or start another one, and say what this job holds."""
-        self._socket.close()
-        if self._alone_in_step:  # to another coordinator that is a step like any other
-            self._claim, self.at, self._reach = Claim.of([self._budget_bytes]), 0, 1
-        self.alone = self.wanted = self._alone_in_step = False
-        self.plan = self._kept = None
-        self._advanced = True
-        self._socket = self._connect(
-            {
-                "rest": self._rest_bytes,
-                "least": self._least_bytes,
-                "needs": [] if self._claim is None else list(self._claim.needs),
-                "at": max(0, min(self.at, self._reach - 1)),
-                "reach": self._reach,
-            }
-        )
-        if self._pending is not None and self._granted is None:
-            self._send(self._pending)
-
-    def _connect(self, state: dict[str, Any] | None = None) -> socket.socket:
-        for _ in range(MOST_ATTEMPTS):
-            connection = connect(self._meeting)
-            try:
-                said = ask_once(connection, {**self._hello, "state": state})
-                raise_error(said, self._meeting, self._hello)
-            except OSError:  # that one died as well, or was about to end
-                connection.close()
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                connection.settimeout(None)
-                return connection
-        raise SharedBudgetError(
-            f"{MOST_ATTEMPTS} coordinators of the shared budget {self._meeting.name!r} died, one after the other, when "
-            f"job {self.job!r} spoke to them. Look for what ends them: a limit of memory or processes."
-        )
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the thread that hears will notice, and say everything anew
-            self._socket.sendall(encode(message))
-
-    def _forget_file(self) -> None:
-        with suppress(OSError):
-            self._meeting.file_of(self.job).unlink()
-        with suppress(OSError):
-            os.close(self._file)
-        self._meeting.remove()
+        with self._changed:
+            if self._connection.closed:
+                return
+            if self._alone_in_step:  # to another coordinator that is a step like any other
+                self._claim, self.at, self._reach = Claim.of([self._budget_bytes]), 0, 1
+            self.alone = self.wanted = self._alone_in_step = False
+            self.plan = self._kept = None
+            self._advanced = True
+            self._connection.renew(
+                {
+                    "rest": self._rest_bytes,
+                    "least": self._least_bytes,
+                    "needs": [] if self._claim is None else list(self._claim.needs),
+                    "at": max(0, min(self.at, self._reach - 1)),
+                    "reach": self._reach,
+                }
+            )
+            if self._pending is not None and self._granted is None:
+                self._connection.say(self._pending)
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

@@ -17,6 +17,7 @@ from lightning_mimose.shared import link
 from lightning_mimose.shared.baton import BATON
 from lightning_mimose.shared.broker import LocalBroker
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.connection import Connection
 from lightning_mimose.shared.counter import Counter
 from lightning_mimose.shared.lease import Lease
 from lightning_mimose.shared.stops import Route, Stops
@@ -34,9 +35,9 @@ def calm(monkeypatch):
 def said(monkeypatch):
     """What all jobs of this process have said."""
     said = []
-    send = link.Link._send
+    say = Connection.say
     monkeypatch.setattr(
-        link.Link, "_send", lambda self, message: (said.append((self.job, message["op"])), send(self, message))
+        Connection, "say", lambda self, message: (said.append((self.job, message["op"])), say(self, message))
     )
     return said
 

@@ -17,6 +17,7 @@ import torch
 from lightning_mimose import SharedBudget, SharedBudgetError
 from lightning_mimose.shared import reach, wire
 from lightning_mimose.shared.claim import Claim
+from lightning_mimose.shared.connection import Connection
 from lightning_mimose.shared.link import Link
 from lightning_mimose.shared.remote import RemoteBroker
 from lightning_mimose.shared.wire import Meeting
@@ -226,7 +227,7 @@ def test_a_job_that_has_lost_its_coordinator_can_be_closed_before_the_others_com
     def fail(*_):
         raise OSError("no more processes")
 
-    monkeypatch.setattr("lightning_mimose.shared.link.connect", fail)
+    monkeypatch.setattr("lightning_mimose.shared.connection.connect", fail)
     kill_coordinator(name)
     for each, job in ((one, "a"), (two, "b")):
         with pytest.raises(SharedBudgetError, match="has lost the coordinator"):
@@ -324,7 +325,7 @@ def test_another_version_is_refused(name, monkeypatch):
     one = broker(name)
     settled(one, a=100)
     two = broker(name)
-    monkeypatch.setattr("lightning_mimose.shared.link.VERSION", 99)
+    monkeypatch.setattr("lightning_mimose.shared.connection.VERSION", 99)
     with pytest.raises(SharedBudgetError, match="another version"):
         two.join("b", 1.0)
     one.leave("a")
@@ -406,7 +407,7 @@ def test_a_report_does_not_disturb_a_job_that_waits(name):
 )
 def test_a_job_fails_where_it_cannot_understand_the_coordinator(name, monkeypatch, line):
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(Link, "_connect", lambda self, state=None: ours)
+    monkeypatch.setattr(Connection, "_connect", lambda self, state=None: ours)
     link = Link(Meeting(name), "a", 1.0, 1000, "cpu")
     with theirs:
         theirs.sendall(line)
@@ -427,7 +428,7 @@ def test_a_job_fails_where_no_other_coordinator_can_be_started(name, monkeypatch
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("lightning_mimose.shared.link.connect", fail)
+    monkeypatch.setattr("lightning_mimose.shared.connection.connect", fail)
     kill_coordinator(name)
     with pytest.raises(SharedBudgetError, match="Job 'b' has lost the coordinator"):
         two.wait("b")
@@ -440,13 +441,13 @@ def test_a_job_fails_where_no_other_coordinator_can_be_started(name, monkeypatch
 def test_a_coordinator_that_dies_just_after_a_grant_has_granted(name, monkeypatch, waits):
     states, ends = [], []
 
-    def connect(link, state=None):
+    def connect(connection, state=None):
         states.append(state)
         ours, theirs = socket.socketpair()
         ends.append(theirs)
         return ours
 
-    monkeypatch.setattr(Link, "_connect", connect)
+    monkeypatch.setattr(Connection, "_connect", connect)
     link = Link(Meeting(name), "a", 1.0, 1000, "cpu")
     granted = b'{"n":1,"answer":[2,900,false,false]}\n'
     ends[0].sendall(b'{"wanted":false}\n')
