@@ -12,7 +12,6 @@ when one of them has come back.
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import time
 from contextlib import suppress
@@ -22,32 +21,13 @@ from .account import Verdict
 from .claim import Claim
 from .counter import Counter
 from .ledger import Ledger
-from .wire import VERSION, Lines, Meeting, encode, is_locked, lock_file, peer_uid
+from .switchboard import Caller, Switchboard
+from .wire import VERSION, Meeting, is_locked, lock_file
 
 LINGER_SECONDS = 1.0
 """How long it stays when there is no job."""
 LOOK_SECONDS = 0.2
 """How often it looks whether jobs that have not come back yet are alive."""
-
-
-class Caller:
-    """One connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.lines = Lines()
-        self.job: str | None = None
-        self.out = b""
-        self.alone = False
-        """Whether it was told that nobody else is there: it then holds the whole budget, and asks for nothing."""
-        self.wanted = False
-        """Whether it was told that somebody waits, so that it says what it gives back."""
-        self.plan: list[int] = []
-        """What it was told last that it may plan with."""
-        self.standing = False
-        """Whether it still does: what it was told is recalled, and it has not given it back yet."""
-        self.grant = 0
-        """How often it was told so. It says which one it gives back: an earlier one is not worth anything any more."""
 
 
 class Coordinator:
@@ -59,13 +39,11 @@ class Coordinator:
     """
 
     def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
-        self._meeting, self._listener = meeting, listener
+        self._meeting = meeting
+        self._board = Switchboard(listener, self._heard, self._gone)
         self._counter: Counter | None = None
         self._device = ""
         self._callers: dict[str, Caller] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        listener.setblocking(False)
         self._missing = {path for path in meeting.jobs.glob("*") if is_locked(path)}
         """Files of jobs that an earlier coordinator served, and that have not come back yet."""
         self._asked_early: list[tuple[Caller, dict[str, Any]]] = []
@@ -77,75 +55,14 @@ class Coordinator:
         """Serve until there has been no job for a while."""
         empty_since = time.monotonic()
         while True:
-            for key, events in self._selector.select(LOOK_SECONDS):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._talk(key.data, events)
+            self._board.serve(LOOK_SECONDS)
             if self._missing or self._asked_early:
                 self._look_for_missing()
             now = time.monotonic()
-            if len(self._selector.get_map()) > 1 or self._missing:
+            if self._missing or not self._board.is_empty:
                 empty_since = now
             elif now - empty_since > LINGER_SECONDS:
                 return
-
-    # --- connections ------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if peer_uid(connection) != os.getuid():
-                connection.close()
-                return
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, Caller(connection))
-
-    def _talk(self, caller: Caller, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._flush(caller)
-            if events & selectors.EVENT_READ:
-                data = caller.connection.recv(1 << 16)
-                if not data:
-                    raise ConnectionError
-                for message in caller.lines.feed(data):
-                    self._heard(caller, message)
-        except BlockingIOError:
-            pass
-        except Exception as error:
-            self._shut_out(caller, error)
-
-    def _shut_out(self, caller: Caller, error: Exception) -> None:
-        """Whoever breaks off, or talks nonsense of any kind, has lost its lease; nobody else is concerned."""
-        if not isinstance(error, OSError):
-            with suppress(OSError):
-                self._say(caller, {"error": "nonsense", "text": f"{type(error).__name__}: {error}"})
-        self._drop(caller)
-
-    def _say(self, caller: Caller, message: dict[str, Any]) -> None:
-        caller.out += encode(message)
-        self._flush(caller)
-
-    def _flush(self, caller: Caller) -> None:
-        with suppress(BlockingIOError):
-            caller.out = caller.out[caller.connection.send(caller.out) :]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.out else 0)
-        self._selector.modify(caller.connection, wanted, caller)
-
-    def _drop(self, caller: Caller) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(caller.connection)
-        caller.connection.close()
-        if caller.job is not None and self._callers.get(caller.job) is caller:
-            del self._callers[caller.job]
-            assert self._counter is not None
-            self._counter.leave(caller.job)
-            with suppress(OSError):
-                self._meeting.file_of(caller.job).unlink()
-            self._tell()
-
-    # --- what is said -----------------------------------------------------------------------------------------
 
     def _heard(self, caller: Caller, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -157,6 +74,16 @@ class Coordinator:
             self._serve(caller, caller.job, message)
         self._tell()
 
+    def _gone(self, caller: Caller) -> None:
+        """What a caller's job held is free."""
+        if caller.job is not None and self._callers.get(caller.job) is caller:
+            del self._callers[caller.job]
+            assert self._counter is not None
+            self._counter.leave(caller.job)
+            with suppress(OSError):
+                self._meeting.file_of(caller.job).unlink()
+            self._tell()
+
     def _greet(self, caller: Caller, op: str, message: dict[str, Any]) -> None:
         """The first that a caller says: a job's hello, or a question by somebody who does not stay."""
         state = message.get("state")
@@ -164,19 +91,19 @@ class Coordinator:
             self._missing.discard(self._meeting.file_of(str(message["job"])))
         if self._counter is None and self._missing:
             if op == "history":  # who leaves asks for it, and may be the one that is missing
-                self._say(caller, {"history": Ledger().to_dict()})
+                self._board.say(caller, {"history": Ledger().to_dict()})
                 return
             if state is None:  # nobody who was there has said yet what the budget is
                 self._asked_early.append((caller, message))
-                self._say(caller, {"later": True})
+                self._board.say(caller, {"later": True})
                 return
         if self._agreed(caller, message):
             counter = self._counter
             assert counter is not None
             if op == "peek":
-                self._say(caller, {"budget": counter.bank.budget_bytes})
+                self._board.say(caller, {"budget": counter.bank.budget_bytes})
             elif op == "history":
-                self._say(caller, {"history": counter.ledger.to_dict()})
+                self._board.say(caller, {"history": counter.ledger.to_dict()})
             else:
                 self._welcome(caller, message, counter)
 
@@ -184,7 +111,7 @@ class Coordinator:
         """Whether somebody means the same budget; says so if not. Nobody is bound by what earlier jobs had."""
         budget, device = message.get("budget"), str(message["device"])
         if message.get("version") != VERSION:
-            self._say(caller, {"error": "version", "text": str(VERSION)})
+            self._board.say(caller, {"error": "version", "text": str(VERSION)})
             return False
         if budget is not None and not self._callers and (not self._missing or self._counter is None):
             same = self._counter is not None and self._counter.bank.budget_bytes == int(budget)
@@ -192,10 +119,10 @@ class Coordinator:
             self._device = device
         counter = self._counter
         if counter is None:
-            self._say(caller, {"error": "unknown"})
+            self._board.say(caller, {"error": "unknown"})
             return False
         if (budget is not None and int(budget) != counter.bank.budget_bytes) or device != self._device:
-            self._say(
+            self._board.say(
                 caller,
                 {"error": "contradicts", "budget": counter.bank.budget_bytes, "device": self._device},
             )
@@ -205,7 +132,7 @@ class Coordinator:
     def _welcome(self, caller: Caller, message: dict[str, Any], counter: Counter) -> None:
         job = str(message["job"])
         if job in self._callers:
-            self._say(caller, {"error": "name"})
+            self._board.say(caller, {"error": "name"})
             return
         counter.join(job, float(message["weight"]))
         caller.job, self._callers[job] = job, caller
@@ -213,7 +140,7 @@ class Coordinator:
         if state is not None:
             claim = Claim.of([int(need) for need in state["needs"]]) if state["needs"] else None
             counter.restore(job, int(state["rest"]), int(state["least"]), claim, int(state["at"]), int(state["reach"]))
-        self._say(caller, {"budget": counter.bank.budget_bytes})
+        self._board.say(caller, {"budget": counter.bank.budget_bytes})
 
     def _serve(self, caller: Caller, job: str, message: dict[str, Any]) -> None:
         counter, op = self._counter, message["op"]
@@ -221,7 +148,7 @@ class Coordinator:
         if caller.standing and op in ("begin", "build", "settle"):
             caller.standing = caller.alone = False  # it has not heard yet, or holds something else from now on
             self._end(caller, job)
-            self._say(caller, {"alone": False, "grant": caller.grant})
+            self._board.say(caller, {"alone": False, "grant": caller.grant})
         if op in ("begin", "build") and counter.bank.accounts[job].claim is not None:
             self._end(caller, job)  # of an earlier step, that it kept
         if op == "back":
@@ -248,9 +175,9 @@ class Coordinator:
             least, wants = int(message["least"]), int(message["wants"])
             counter.wish(job, least, wants)
             caller.plan = self._plan(job)
-            self._say(caller, {"n": message["n"], "answer": caller.plan})
+            self._board.say(caller, {"n": message["n"], "answer": caller.plan})
         elif op == "others":
-            self._say(caller, {"n": message["n"], "answer": counter.others(job)})
+            self._board.say(caller, {"n": message["n"], "answer": counter.others(job)})
         else:
             raise ValueError(f"there is no {op!r}")
 
@@ -265,7 +192,7 @@ class Coordinator:
 
     def _verdict(self, caller: Caller, message: dict[str, Any], verdict: Verdict) -> None:
         answer = [verdict.reach, verdict.room_bytes, verdict.refused, verdict.full]
-        self._say(caller, {"n": message["n"], "answer": answer})
+        self._board.say(caller, {"n": message["n"], "answer": answer})
 
     def _tell(self) -> None:
         """Say what has changed for others meanwhile."""
@@ -277,7 +204,7 @@ class Coordinator:
             caller = self._callers.get(job)
             if caller is not None:
                 with suppress(OSError):  # it is dropped when it is read from next
-                    self._say(caller, {"granted": reach})
+                    self._board.say(caller, {"granted": reach})
         waiting = counter.bank.waiting
         for job, caller in self._callers.items():
             keeps = counter.alone(job) and not caller.standing and counter.bank.accounts[job].claim is not None
@@ -286,16 +213,16 @@ class Coordinator:
                 caller.wanted = wanted
                 counter.count(job, charged=not wanted)
                 with suppress(OSError):
-                    self._say(caller, {"wanted": wanted})
+                    self._board.say(caller, {"wanted": wanted})
             if caller.alone and not counter.alone(job):
                 caller.alone = False
                 with suppress(OSError):
-                    self._say(caller, {"alone": False, "grant": caller.grant})
+                    self._board.say(caller, {"alone": False, "grant": caller.grant})
             elif not caller.alone and not caller.standing and counter.give_all(job):
                 caller.alone = caller.standing = True
                 caller.grant += 1
                 with suppress(OSError):
-                    self._say(caller, {"alone": True, "grant": caller.grant})
+                    self._board.say(caller, {"alone": True, "grant": caller.grant})
 
         self._tell_plans(counter)
 
@@ -309,7 +236,7 @@ class Coordinator:
                 if plan != caller.plan:
                     caller.plan = plan
                     with suppress(OSError):
-                        self._say(caller, {"plan": plan})
+                        self._board.say(caller, {"plan": plan})
 
     def _look_for_missing(self) -> None:
         self._missing = {path for path in self._missing if is_locked(path)}
@@ -321,7 +248,7 @@ class Coordinator:
                 try:
                     self._heard(caller, message)
                 except Exception as error:
-                    self._shut_out(caller, error)
+                    self._board.shut_out(caller, error)
         self._tell()
 
 
