@@ -20,7 +20,6 @@ from lightning_mimose.shared.lease import Lease
 
 if TYPE_CHECKING:
     from lightning_mimose.report.shared import SharedReport
-    from lightning_mimose.shared.wire import Meeting
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -113,18 +112,10 @@ class SharedBudget:
         Raises:
             SharedBudgetError: The name is another user's, or stands for another budget or device, or nothing.
         """
-        from lightning_mimose.shared.wire import Meeting  # sockets and file locks, which not every system has
+        # Not at the top: sockets and file locks, which not every system has; and it is a `SharedBudget` itself.
+        from lightning_mimose.shared.named import NamedBudget
 
-        if budget == "auto":
-            raise SharedBudgetError("budget='auto' is another number in every process. Name one, or None to join.")
-        shared = _Connected("auto" if budget is None else budget, own_generators, when_full, device)
-        try:
-            shared.meeting = Meeting(name)
-        except ValueError as error:
-            raise SharedBudgetError(f"The name {name!r} was asked for: {error}.") from error
-        shared.joins = budget is None
-        shared._broker_on(shared._usual_device())
-        return shared
+        return NamedBudget(name, budget, own_generators=own_generators, when_full=when_full, device=device)
 
     def job(self, name: str | None = None, *, weight: float = 1.0, resident: str | int | None = None) -> Job:
         """One training's part: a budget with a name and a weight, and a block in which everything counts.
@@ -268,50 +259,6 @@ class SharedBudget:
 
     def _make_broker(self, device: torch.device) -> Broker:
         return LocalBroker(self._spec.resolve(device_memory(device)))
-
-
-class _Connected(SharedBudget):
-    """A budget that is kept by a coordinator."""
-
-    meeting: Meeting
-    joins = False
-
-    def __init__(
-        self,
-        budget: str | int | float,
-        own_generators: bool,
-        when_full: Literal["raise", "wait"],
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(budget, own_generators=own_generators, when_full=when_full, device=device)
-
-    def __repr__(self) -> str:
-        return f"SharedBudget.connect({self.meeting.name!r}, {None if self.joins else self.budget!r})"
-
-    def __reduce__(self) -> Any:
-        budget = None if self.joins else self.budget
-        keywords = {"own_generators": self._own_generators, "when_full": self._when_full, "device": self._device}
-        return _connect_again, (self.meeting.name, budget, keywords)
-
-    def _forked(self) -> None:
-        self._process, self._lock, self._broker = os.getpid(), threading.Lock(), None
-
-    def _make_broker(self, device: torch.device) -> Broker:
-        from lightning_mimose.shared.remote import RemoteBroker
-
-        bytes_ = None if self.joins else self._spec.resolve(device_memory(device))
-        return RemoteBroker(self.meeting, bytes_, _everywhere(device))
-
-
-def _connect_again(name: str, budget: str | int | float | None, keywords: dict[str, Any]) -> SharedBudget:
-    return SharedBudget.connect(name, budget, **keywords)
-
-
-def _everywhere(device: torch.device) -> str:
-    """A device in words that mean the same in every process, whatever it is allowed to see."""
-    if device.type == "cuda":
-        return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
-    return str(device)
 
 
 class Job:
