@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from lightning_mimose.bench.alternatives import chosen
+from lightning_mimose.bench.entries import Ask, Raced
 from lightning_mimose.bench.output import LEGEND, document, tables, write
 from lightning_mimose.bench.plots import draw
 from lightning_mimose.bench.progress import Progress
-from lightning_mimose.bench.race import Ask, Raced, race
+from lightning_mimose.bench.race import race
 from lightning_mimose.bench.work import BUILT_IN, DEFAULT, SCALES, Work, built_in, on, own
 from lightning_mimose.budget import parse_budget
 from lightning_mimose.errors import BudgetError, MimoseError, UnsupportedError

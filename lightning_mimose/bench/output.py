@@ -13,8 +13,8 @@ from typing import Any
 import lightning
 import torch
 
+from lightning_mimose.bench.entries import Raced
 from lightning_mimose.bench.figures import Figures, Measured, Spread, figures
-from lightning_mimose.bench.race import Raced
 from lightning_mimose.budget import device_memory, format_bytes
 from lightning_mimose.report.text import Table
 

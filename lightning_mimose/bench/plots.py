@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mimose.bench.alternatives import ALTERNATIVES, CONTROL, PLAIN
+from lightning_mimose.bench.entries import Raced
 from lightning_mimose.bench.figures import figures
-from lightning_mimose.bench.race import Raced
 from lightning_mimose.report.plots import canvas
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart; ours stand out.
