@@ -13,22 +13,22 @@ from lightning_mimose.actions.lean.handles import Handle, Number
 from lightning_mimose.actions.lean.recipes.table import MissingError
 
 if TYPE_CHECKING:
-    from lightning_mimose.actions.lean.saves import LeanSaves
+    from lightning_mimose.actions.lean.values import Values
 
 
 class Node:
     """See `table.Node`.
 
     Args:
-        saves: Knows what the unit has saved so far.
+        values: What the unit has made so far.
         raw: Autograd's own node.
         depth: Operations between it and the one whose result is wanted.
     """
 
-    __slots__ = ("_depth", "_saves", "device", "dtype", "raw", "shape")
+    __slots__ = ("_depth", "_values", "device", "dtype", "raw", "shape")
 
-    def __init__(self, saves: LeanSaves, raw: Any, depth: int) -> None:
-        self._saves, self.raw, self._depth = saves, raw, depth
+    def __init__(self, values: Values, raw: Any, depth: int) -> None:
+        self._values, self.raw, self._depth = values, raw, depth
         result = raw._input_metadata[0]
         if result.is_nested_tensor:  # which may have no shape
             raise MissingError
@@ -40,24 +40,24 @@ class Node:
         """See `table.Node`."""
         data = getattr(getattr(self.raw, f"_raw_saved_{name}", None), "data", None)
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
-        return data if isinstance(data, Handle) and data.owner is self._saves.owner else None
+        return data if isinstance(data, Handle) and data.owner is self._values.owner else None
 
     def edge(self, index: int) -> Handle:
         """See `table.Node`."""
         following = self.raw.next_functions
         node, output = following[index] if index < len(following) else (None, 0)
-        found = None if node is None else self._saves.rebuilt(node, output, self._depth + 1)
+        found = None if node is None else self._values.rebuilt(node, output, self._depth + 1)
         if found is None:
             raise MissingError
         return found
 
     def scores(self) -> Handle:
         """See `table.Node`."""
-        self._saves.in_scores = True
+        self._values.in_scores = True
         try:
             return self.edge(0)
         finally:
-            self._saves.in_scores = False
+            self._values.in_scores = False
 
     def operand(self, name: str, index: int) -> Handle:
         """See `table.Node`."""
@@ -77,19 +77,19 @@ class Node:
 
     def given(self, tensor: torch.Tensor) -> Handle | None:
         """See `table.Node`."""
-        return self._saves.given(tensor)
+        return self._values.given(tensor)
 
     def mask(self) -> Handle | None:
         """See `table.Node`."""
-        masked = self._saves.notes.masked
+        masked = self._values.notes.masked
         edges = self.raw.next_functions
         if masked is None or self.raw._sequence_nr() < masked.start or len(edges) < 2 or edges[1][0] is not None:
             return None
-        given = None if masked.mask is None else self._saves.given(masked.mask)
+        given = None if masked.mask is None else self._values.given(masked.mask)
         if given is None and masked.mask is not None:
             return None
         return added_mask(masked, self, given)
 
     def constant(self, name: str) -> Any:
         """See `table.Node`."""
-        return self._saves.notes.seen.get(self.raw, {}).get(name)
+        return self._values.notes.seen.get(self.raw, {}).get(name)

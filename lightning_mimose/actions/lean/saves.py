@@ -11,14 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
@@ -32,16 +30,13 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
-from lightning_mimose.actions.lean.node import Node
-from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.actions.lean.sites import Place, Sites
+from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
-from lightning_mimose.menu import ATTENTION, MASKS
+from lightning_mimose.menu import MASKS
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
-LONGEST_CHAIN = 12
-"""Operations that may be run to rebuild one tensor from what is kept."""
 WIDEST = 8
 """How many times its own size may be made on the way to a tensor: to rebuild a sum over much spares next to nothing."""
 
@@ -66,10 +61,7 @@ class LeanSaves:
     Attributes:
         compared: Whether a place was met for the first time, so that its tensor was there twice.
         differed: Whether it could not be rebuilt bit for bit.
-        borrowed: Arguments that recipes use, and that autograd would not look at again.
-        owner: Stands for this object in the handles that it has made.
         notes: What operations were called with.
-        in_scores: While attention's scores are looked for.
 
     Args:
         sites: What is known about the unit's places.
@@ -96,26 +88,25 @@ class LeanSaves:
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
-        self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
+        self._values = Values(grade, leaves)
         self._held: set[int] = set()
-        self._given: set[int] = set()
         self.hold(held, given)
         self._count = 0
-        self._values: dict[tuple[Any, int], Handle | None] = {}
-        self._numbers: dict[tuple[Any, int], int] = {}
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
-        self.owner = object()
-        self._start = 0
-        self.in_scores = False
         self._small_bytes = small_bytes
         self.compared = self.differed = False
-        self.borrowed: list[torch.Tensor] = []
-        self.notes = Constants()
+        self.notes = self._values.notes
+
+    @property
+    def borrowed(self) -> list[torch.Tensor]:
+        """Arguments that recipes use, and that autograd would not look at again."""
+        return self._values.borrowed
 
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""
-        self._given |= storages_of(given)
-        self._held |= self._given | storages_of(held)
+        arguments = storages_of(given)
+        self._values.arguments |= arguments
+        self._held |= arguments | storages_of(held)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -128,19 +119,14 @@ class LeanSaves:
 
     def constants(self) -> TorchFunctionMode:
         """Has to be entered around the forward: sees numbers that operations are called with."""
-        self._start = torch._C._autograd._get_sequence_nr()
+        self._values.start = torch._C._autograd._get_sequence_nr()
         return self.notes
 
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
-        self._values.clear()
-        self._numbers.clear()
+        self._values.forget()
         self._storages.clear()
-        self.notes.forget()
         self._held.clear()
-        self._given.clear()
-
-    # --- what is saved --------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
@@ -148,13 +134,14 @@ class LeanSaves:
         base = base_of(tensor)
         node, output = base.grad_fn, base.output_nr
         handle = self._handle(tensor, base, node, output)
-        handle.owner = self.owner
+        values = self._values
+        handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
         handle.identity = 2 * self._count + bool(handle.shape and tensor.is_contiguous())
         if node is not None:
-            self._numbers.setdefault((node, output), handle.identity)
+            values.numbers.setdefault((node, output), handle.identity)
         rebuilt = handle.rebuilt
         if rebuilt is None:
             return handle
@@ -190,7 +177,7 @@ class LeanSaves:
         if ref is None:
             self._storages[storage._cdata] = weakref.ref(storage), known, state
         if node is not None:
-            self._values[node, output] = known if as_found == state else None
+            self._values.found[node, output] = known if as_found == state else None
         if self._told is not None:
             self._told(Saved(storage, base, handle))
         return handle
@@ -202,7 +189,7 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self.notes.is_result(base):
-            found = self.rebuilt(node, output, 0)
+            found = self._values.rebuilt(node, output, 0)
         if found is None or isinstance(found, Kept) or found.grade > self._grade:
             return None
         return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
@@ -225,101 +212,6 @@ class LeanSaves:
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
         return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=self._applies)
-
-    def given(self, tensor: torch.Tensor) -> Handle | None:
-        """A tensor without gradients, if it is an argument; one that would only live for a recipe is no gain.
-
-        Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
-        """
-        if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self._given:
-            return None
-        self.borrowed.append(tensor)
-        kept = Kept(tensor)
-        kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
-        return kept
-
-    # --- how it is rebuilt ----------------------------------------------------------------------------------------
-
-    def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
-        """The value of an operation's output, from what is kept."""
-        key = (node, output)
-        if key in self.notes.changed:
-            return None
-        if key not in self._values:
-            self._values[key] = self._from_table(node, output, depth)
-        found = self._values[key]
-        if found is not None:
-            found.identity = self._numbers.get(key, found.identity)
-        return found
-
-    def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
-        name = node.name()
-        if name == _LEAF:
-            leaf = node.variable
-            # One that was changed since the unit began is not what the operation was given.
-            known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
-            return Kept(leaf) if known else None
-        entry = TABLE.get(name)
-        if entry is None or output != 0 or depth > LONGEST_CHAIN:
-            return None
-        own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
-        if own > self._grade:
-            return None
-        if node._sequence_nr() < self._start:  # somebody else's, made before; for those after, see `Node.saved`
-            return None
-        if entry.needs_first and self._leads_nowhere(node):
-            return None
-        try:
-            view = Node(self, node, depth)
-            made: Made | None = entry.make(view)
-        except MissingError:
-            return None
-        if made is None:
-            return None
-        own = own if own == ATTENTION else max(own, made.grade)
-        if own > self._grade:
-            return None
-        inputs = [each for each in made.inputs if each is not None]
-        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
-            return None
-        grade = max(own, *(each.needed_grade for each in inputs), 0)
-        shape = view.shape
-        elements = prod(shape)
-        work = made.work + made.work_per_element * elements
-        is_view = made.work_per_element == VIEW and not made.work
-        recipe = Recipe(
-            made.rebuild,
-            inputs,
-            elements * view.dtype.itemsize,
-            shape,
-            grade,
-            work,
-            is_view=is_view,
-            gives_away=made.gives_away,
-            takes_out=made.takes_out,
-        )
-        recipe.identity = hash((name, *(each.identity for each in inputs)))
-        return recipe
-
-    def _leads_nowhere(self, node: Any) -> bool:
-        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
-        while True:
-            key = node, _ = node.next_functions[0]
-            if node is None or key in self._values:
-                return self._values.get(key) is None
-            name: str = node.name()
-            entry = TABLE.get(name)
-            if entry is None:
-                return name != _LEAF
-            if node._sequence_nr() < self._start:  # somebody else's
-                return True
-            if entry.grade > self._grade:
-                return not self.in_scores
-            if not entry.needs_first:
-                return False
-
-
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 @lru_cache(maxsize=64)

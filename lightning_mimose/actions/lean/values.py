@@ -1,0 +1,151 @@
+"""The values of one call of a unit: how what its operations made is rebuilt from what is kept.
+
+Each is looked for once, from the operation's node back to what was saved, to arguments or to parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_mimose.actions.lean.constants import Constants
+from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, is_plain
+from lightning_mimose.actions.lean.node import Node
+from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
+from lightning_mimose.menu import ATTENTION
+
+LONGEST_CHAIN = 12
+"""Operations that may be run to rebuild one tensor from what is kept."""
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Values:
+    """What is known of every value, by (node, output).
+
+    Attributes:
+        found: What it is rebuilt by, or kept; None where it cannot be had. Whoever packs a tensor enters it, too.
+        numbers: Which saved tensor it is, see `Handle.identity`.
+        owner: Stands in handles for the call that they were made in.
+        start: The number of autograd's next node when the call began.
+        arguments: Storages that may be used again in backward.
+        borrowed: Arguments that recipes use, and that autograd would not look at again.
+        notes: What operations were called with.
+        in_scores: While attention's scores are looked for.
+
+    Args:
+        grade: What may be rebuilt.
+        leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
+    """
+
+    def __init__(self, grade: int, leaves: Iterable[torch.Tensor] | None) -> None:
+        self._grade = grade
+        self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
+        self.found: dict[tuple[Any, int], Handle | None] = {}
+        self.numbers: dict[tuple[Any, int], int] = {}
+        self.owner = object()
+        self.start = 0
+        self.arguments: set[int] = set()
+        self.borrowed: list[torch.Tensor] = []
+        self.notes = Constants()
+        self.in_scores = False
+
+    def forget(self) -> None:
+        """Let go of everything that nodes do not hold."""
+        self.found.clear()
+        self.numbers.clear()
+        self.notes.forget()
+        self.arguments.clear()
+
+    def given(self, tensor: torch.Tensor) -> Handle | None:
+        """A tensor without gradients, if it is an argument; one that would only live for a recipe is no gain.
+
+        Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
+        """
+        if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self.arguments:
+            return None
+        self.borrowed.append(tensor)
+        kept = Kept(tensor)
+        kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
+        return kept
+
+    def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
+        """The value of an operation's output, from what is kept."""
+        key = (node, output)
+        if key in self.notes.changed:
+            return None
+        if key not in self.found:
+            self.found[key] = self._from_table(node, output, depth)
+        found = self.found[key]
+        if found is not None:
+            found.identity = self.numbers.get(key, found.identity)
+        return found
+
+    def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
+        name = node.name()
+        if name == _LEAF:
+            leaf = node.variable
+            # One that was changed since the unit began is not what the operation was given.
+            known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
+            return Kept(leaf) if known else None
+        entry = TABLE.get(name)
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+            return None
+        own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
+        if own > self._grade:
+            return None
+        if node._sequence_nr() < self.start:  # somebody else's, made before; for those after, see `Node.saved`
+            return None
+        if entry.needs_first and self._leads_nowhere(node):
+            return None
+        try:
+            view = Node(self, node, depth)
+            made: Made | None = entry.make(view)
+        except MissingError:
+            return None
+        if made is None:
+            return None
+        own = own if own == ATTENTION else max(own, made.grade)
+        if own > self._grade:
+            return None
+        inputs = [each for each in made.inputs if each is not None]
+        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
+            return None
+        grade = max(own, *(each.needed_grade for each in inputs), 0)
+        shape = view.shape
+        elements = prod(shape)
+        work = made.work + made.work_per_element * elements
+        is_view = made.work_per_element == VIEW and not made.work
+        recipe = Recipe(
+            made.rebuild,
+            inputs,
+            elements * view.dtype.itemsize,
+            shape,
+            grade,
+            work,
+            is_view=is_view,
+            gives_away=made.gives_away,
+            takes_out=made.takes_out,
+        )
+        recipe.identity = hash((name, *(each.identity for each in inputs)))
+        return recipe
+
+    def _leads_nowhere(self, node: Any) -> bool:
+        """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
+        while True:
+            key = node, _ = node.next_functions[0]
+            if node is None or key in self.found:
+                return self.found.get(key) is None
+            name: str = node.name()
+            entry = TABLE.get(name)
+            if entry is None:
+                return name != _LEAF
+            if node._sequence_nr() < self.start:  # somebody else's
+                return True
+            if entry.grade > self._grade:
+                return not self.in_scores
+            if not entry.needs_first:
+                return False
