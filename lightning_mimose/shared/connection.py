@@ -96,6 +96,8 @@ class Connection:
 
     def leave_to_parent(self) -> None:
         """In a forked child: let go of what would keep the parent's lease alive, and of nothing else."""
+        if self.closed:
+            return  # these numbers are those of other files by now
         for descriptor in (self._socket.detach(), self._file):
             with suppress(OSError):
                 os.close(descriptor)

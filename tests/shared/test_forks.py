@@ -63,6 +63,25 @@ def test_a_child_neither_uses_nor_ends_the_job_of_its_parent(name, tmp_path):
         assert lease.room_bytes() == 10**9
 
 
+def test_a_child_leaves_alone_what_took_the_numbers_of_a_closed_job(name, tmp_path):
+    shared = SharedBudget.connect(name, "1GB", device="cpu")
+    with shared.job("parent", resident="1kB") as job:
+        lease, _ = job.open(CPU)
+        links = list(shared._broker._links.values())  # still there when they are closed
+    lease.close()
+    files = [(tmp_path / str(i)).open("w") for i in range(20)]
+
+    def child():
+        for file in files:
+            file.write("still open")
+            file.flush()
+
+    assert links
+    assert in_child(child) == ""
+    for file in files:
+        file.close()
+
+
 def test_a_child_may_have_a_job_of_its_own_beside_its_parents(name):
     shared = SharedBudget.connect(name, "1GB", device="cpu")
     with shared.job("parent", resident="1MB") as job:
