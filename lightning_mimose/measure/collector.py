@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.curve import Curve, GradientBytes
+from lightning_mimose.measure.cycles import Cycles
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
@@ -65,11 +66,13 @@ class StepRecorder:
         self._outlived: frozenset[int] = frozenset()
         self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
+        self._cycles = Cycles()
 
     # --- the step ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
+        self._cycles.watch()
         self._curve.start()
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
@@ -118,7 +121,11 @@ class StepRecorder:
     def stop(self) -> StepTrace:
         """Stop the meter and return what was recorded; nothing, if nothing could be measured."""
         self._curve.over = True
+        self._cycles.close()
         self._casts.finish(self._curve.latest + 1)
+        for call in self._calls:
+            if call.is_unseen:
+                call.saved = dict(call.packed)
         measured = self._curve.stop()
         self._storages.clear()
         self._outputs.clear()
@@ -212,6 +219,10 @@ class StepRecorder:
             live = recorder()
             if live is not None and not live._curve.over:
                 call.marks["dropped"] = live._curve.latest
+                # What goes with its last reference does so at the same point of every step, and what comes after that
+                # is another stretch; what is in a cycle goes whenever Python looks for those.
+                if not live.replays.in_backward and not live._cycles.searching:
+                    live.mark("step", f"{call.key} dropped")
 
         self._regions.append(weakref.ref(region, drops))
         if survey is not None:
@@ -227,8 +238,9 @@ class StepRecorder:
 
     @contextmanager
     def region_forward(self, survey: Survey | None) -> Iterator[None]:
-        """Around a region's run in forward: a survey wants to see it, and autocast may."""
-        with survey.forward_run() if survey is not None else nullcontext(), self._casts.watched(self._stack):
+        """Around a region's run in forward: a survey wants to see it, and what it would save is noted."""
+        looked = survey.forward_run() if survey is not None else nullcontext()
+        with looked, self._casts.watched(self._stack), self.replays.packing(self._stack[-1]):
             yield
 
     def region_again(self, call: Call, out: Any, left: Left) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
+from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
 from lightning_mimose.predict.structure import Structure
@@ -69,9 +69,8 @@ def observe(
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
-    endless = {id(call): _as_others(call, regions, saved) for call in without}
-    saved.update(endless)
     dropped = _dropped_per_interval([*regions, *without], saved, lends, len(trace.marks))
+    kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
     for index, peak in peaks_beside(trace, (lends[id(call)] for call in regions)).items():
         activation[index] = activation[index][0], peak - trace.marks[index].new_gradient_bytes
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
@@ -89,12 +88,12 @@ def observe(
         is_region = call is region and again is not None
         at = call.marks.get("backward")
         entry = lean = -1
-        if again is not None:
+        if again is not None or call.is_unseen:
             # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = activation[call.marks["in"] : call.marks["out"]]
             lean = columns.add(max(peak for _, peak in inside) - inside[0][0])
             first = region.marks["in"]
-            since = activation[again][0] - activation[region.marks["again"]][0]
+            since = 0 if again is None else activation[again][0] - activation[region.marks["again"]][0]
             entry = columns.add(activation[first][0] + dropped[first] + since)
         if is_region:
             start = activation[region.marks["again"]][0] + dropped[region.marks["again"]]
@@ -119,7 +118,7 @@ def observe(
             lean=lean,
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
             lent_until=lends[id(call)].until,
-            kept_until=call.marks.get("dropped", NEVER) + 1 if id(call) in endless else 0,
+            kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )
     surveyed = [call for call in regions if call.items is not None and trace.pieces]
     spared = {id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, len(grades)) for c in surveyed}
@@ -147,6 +146,8 @@ def observe(
                     where[id(region)].append(
                         (len(positions), [columns.add(s.peak_bytes[twin] - made - start) for s in spared[id(region)]])
                     )
+            elif region.is_unseen and index < region.marks["out"]:
+                peak = kept[index] - mark.new_gradient_bytes + dropped[index] - RNG_STATE_BYTES
         elif owner is not None and id(region_of[id(owner)]) in spared and index >= began:
             region = region_of[id(owner)]
             found = []
@@ -256,16 +257,6 @@ def _dropped_per_interval(
         dropped[out:end] += saved[id(call)]
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped
-
-
-def _as_others(call: Call, regions: list[Call], saved: dict[int, int]) -> int:
-    """What a call saves that was never recomputed, for its result was dropped: as much as its unit's other calls.
-
-    A larger one is taken to save quadratically more, as attention does.
-    """
-    others = [other for other in regions if other.unit == call.unit and other.returned_bytes]
-    ratios = [(saved[id(other)], call.returned_bytes / other.returned_bytes) for other in others]
-    return max((ceil(bytes_ * max(ratio, ratio**2)) for bytes_, ratio in ratios), default=0)
 
 
 def _loose(

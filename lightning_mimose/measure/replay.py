@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import Call, LeanItem
+from lightning_mimose.measure.trace import IS_GONE, Call, LeanItem
 from lightning_mimose.parts import plain_parts
 
 
@@ -78,6 +79,35 @@ class Replays:
         self.passes_apart |= self._early
 
     @contextmanager
+    def packing(self, call: Call) -> Iterator[None]:
+        """Around a region's forward: what it would save is noted, in case that it never runs again."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        pack_outer, unpack_outer = outer
+
+        watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+        def goes(_: Any, number: int) -> None:
+            if number in watches:  # else it is over
+                self._curve.cut(call.key, IS_GONE, number)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            for storage in self._saved_in(tensor):
+                number = self._storages.number(storage)
+                if number not in call.packed:
+                    call.packed[number] = storage.nbytes()
+                    watches[number] = weakref.ref(storage, partial(goes, number=number))
+            return pack_outer(tensor)
+
+        try:
+            with saved_tensors_hooks(pack, unpack_outer):
+                yield
+        finally:
+            watches.clear()
+
+    @contextmanager
     def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
         """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
         if "again" in call.marks:  # a second backward over the same graph
@@ -95,7 +125,9 @@ class Replays:
         slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
-            self._count_saved(tensor)
+            if self._stack:
+                found = {self._storages.number(each): each.nbytes() for each in self._saved_in(tensor)}
+                self._stack[-1].saved.update(found)
             for inner in self._stack:
                 total, besides = before[inner.key]
                 inner.flops, inner.besides = flops.total - total, flops.besides - besides
@@ -151,14 +183,13 @@ class Replays:
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
 
-    def _count_saved(self, tensor: torch.Tensor) -> None:
+    def _saved_in(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        """The storages that keeping a tensor keeps; none of what is resident."""
         # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            return
-        for part in plain_parts(tensor) if self._stack else ():
-            storage = part.untyped_storage()
-            if not self._storages.is_resident(storage):
-                self._stack[-1].saved[self._storages.number(storage)] = storage.nbytes()
+            return []
+        storages = (part.untyped_storage() for part in plain_parts(tensor))
+        return [storage for storage in storages if not self._storages.is_resident(storage)]
 
 
 class _Slot:

@@ -31,6 +31,7 @@ class Call:
         action: What the unit did.
         inputs: Storage id -> bytes of the tensors it was given.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
+        packed: Storage id -> bytes of what the forward of a region would have saved.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.
         outputs: Storage ids of what it returned while everything was kept, in order.
@@ -55,6 +56,7 @@ class Call:
     action: str
     inputs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
+    packed: dict[int, int] = field(default_factory=dict)
     cached_bytes: int = 0
     cached_until: int = 0
     outputs: list[int] = field(default_factory=list)
@@ -78,7 +80,7 @@ class Call:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it is a region that never ran again, for its result was dropped: what it saves is not known."""
+        """Whether it is a region that never ran again, for its result was dropped."""
         return self.action == RECOMPUTE and "out" in self.marks and "again" not in self.marks
 
     @property
@@ -122,8 +124,8 @@ class LeanItem:
 
 
 DIES, IS_USED, IS_GONE = "dies", "is used", "is gone"
-"""What happens to an item: its forward lets go of it, backward asks for it. And to what a region returned, by the id of
-its storage: nobody holds it any more."""
+"""What happens to an item: its forward lets go of it, backward asks for it. And to what a region returned or would have
+saved, by the id of its storage: nobody holds it any more."""
 
 
 Event: TypeAlias = tuple[str, str, int]
@@ -200,9 +202,7 @@ class StepTrace:
         return max(peaks, default=0)
 
     @property
-    def kept_bytes(self) -> int | None:
-        """No less than the step would have taken had everything been kept; None if some of it was never seen."""
-        if any(call.is_unseen for call in self.calls):
-            return None
+    def kept_bytes(self) -> int:
+        """No less than the step would have taken had everything been kept."""
         saved = {number: size for call in self.calls for number, size in call.saved.items()}
         return self.peak_bytes + sum(saved.values())

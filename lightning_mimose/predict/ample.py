@@ -34,17 +34,14 @@ class Bounds:
         self._most_bytes: dict[frozenset[str], int] = {}
         self._largest: dict[frozenset[str], dict[str, int]] = {}
 
-    def add(self, dims: Mapping[str, int], kept_bytes: int | None) -> None:
+    def add(self, dims: Mapping[str, int], kept_bytes: int) -> None:
         """Take in a sheltered step.
 
         Args:
             dims: Named dimensions of its batch.
-            kept_bytes: Its peak and all it saved, above what is resident; None if some of it was not seen.
+            kept_bytes: Its peak and all it saved, above what is resident.
         """
         self._steps += 1
-        if kept_bytes is None:
-            self.refute()
-            return
         names = frozenset(dims)
         largest = self._largest.setdefault(names, dict(dims))
         for name, value in dims.items():

@@ -94,6 +94,13 @@ def budget_for(make: Make, batch: Batch, share: float = 0.6) -> int:
     return int(meter.resident_bytes + share * (meter.peak_bytes - meter.resident_bytes))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tables() -> None:
+    """What the package makes once and keeps for good (a table of bits) is there before anything is counted."""
+    trainer = quiet_trainer(MimoseCallback(text_budget(0.5)))
+    trainer.fit(Task(TinyText()), fresh(Fresh(24)))
+
+
 # --- over steps ---------------------------------------------------------------------------------------------------
 
 

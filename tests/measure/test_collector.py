@@ -16,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mimose import Mimose
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
 from lightning_mimose.measure.trace import StepTrace
+from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.units import find_units
 from tests.helpers.counting import flops
 from tests.helpers.hub import HUB
@@ -274,6 +276,29 @@ def test_a_unit_without_a_backward_is_recorded_without_one() -> None:
     assert "again" not in calls["layers.0"].marks
     assert "backward" not in calls["layers.0"].marks
     assert "again" in calls["layers.1"].marks
+
+
+def test_a_forward_tells_of_a_region_what_its_recomputation_would() -> None:
+    """Where there is none, because the result was dropped: what it saves, and its peak had it been kept."""
+    model, batch = TinyText(layers=2), text_batch()
+
+    def twice(model: nn.Module, batch: Any) -> torch.Tensor:
+        probe = model(**batch).loss.detach()
+        loss: torch.Tensor = model(**batch).loss + 0 * probe
+        return loss
+
+    trace = recorded(model, batch, None, twice)
+    calls = {call.key: call for call in trace.calls}
+    for dropped, seen in ((calls["layers.0"], calls["layers.0#1"]), (calls["layers.1"], calls["layers.1#1"])):
+        inside = [seen, *(call for call in trace.calls if call.parent is seen)]
+        assert dropped.is_unseen
+        assert not seen.is_unseen
+        own = {number: nbytes for call in inside for number, nbytes in call.saved.items()}
+        assert sorted(dropped.saved.values()) == sorted(own.values())
+        again = trace.intervals[seen.marks["again"] : seen.marks["again_out"]]
+        peak = max(interval.peak_bytes for interval in again) - again[0].level_bytes
+        kept = max(peaks_kept(trace, dropped).values()) - trace.intervals[dropped.marks["in"]].level_bytes
+        assert kept - RNG_STATE_BYTES == pytest.approx(peak, abs=100)
 
 
 def test_two_backward_passes_over_one_graph_are_recorded_once() -> None:
