@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
+from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
@@ -123,17 +124,23 @@ class Forecast:
 
     def timeline_of(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
         """The timeline of a predicted step beside what is resident; `fates` of inputs are those that are known."""
-        timeline = assemble(
+        left_out = self.left_out.union(*(each.structure.unsteady for each in (prediction, *prediction.others)))
+        paths = [self._on_path(each, resident, fates, left_out) for each in (prediction, *prediction.others)]
+        return joined(paths).only(lambda _, action: action not in prediction.doubtful)
+
+    def _on_path(
+        self, prediction: Prediction, resident: Resident, fates: Fates | None, left_out: Collection[str]
+    ) -> Timeline:
+        return assemble(
             prediction.structure,
             prediction.values,
             resident,
             seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
-            left_out=prediction.structure.unsteady.union(self.left_out),
+            left_out=frozenset(left_out),
             fates=self._fates if fates is None else fates,
             extras=self._extras(prediction),
         )
-        return timeline.only(lambda _, action: action not in prediction.doubtful)
 
     def _extras(self, prediction: Prediction) -> Extras:
         smaller = {}
@@ -156,7 +163,8 @@ class Forecast:
         peak = min(budget_bytes, timeline.peak_bytes({}))
         # Lean saves let some inputs go earlier than at the end that was seen.
         unsure = DYING_INPUTS_ERROR if self._fates.any_dies and set(self.actions) & set(GRADES) else 0.0
-        error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if prediction.structure.passes > 1 else 0.0)
+        passes = max(each.structure.passes for each in (prediction, *prediction.others))
+        error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self.misses.kept_free_bytes

@@ -111,6 +111,8 @@ class Tenancy:
         view = self._view
         if view is None or step.advice.predicted_peak_bytes is None or step.retried or beside or self._lease.alone:
             return Route.whole(allowed + aside)
+        if not view.timeline.times:  # of several paths: which of them the step takes is not known
+            return Route.whole(allowed + aside)
         key = (*step.actions.items(), allowed, aside)
         route: Route | None = view.routes.get(key)
         if route is None:

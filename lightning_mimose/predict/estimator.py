@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
+SETTLED_AFTER = 12
+"""Steps without a new path after which those that were seen, none a part of another, are taken for all there are."""
 FORGET_AFTER = 20
 """Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
 
@@ -43,6 +45,7 @@ class Prediction:
         doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
         dims: The named dimensions it is for.
         reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
+        others: Predictions of the other paths that such a step may take; what is said besides holds for all of them.
     """
 
     structure: Structure
@@ -52,6 +55,7 @@ class Prediction:
     doubtful: frozenset[str] = frozenset()
     dims: Mapping[str, int] = field(default_factory=dict)
     reach: float = 1.0
+    others: tuple[Prediction, ...] = ()
 
 
 class Estimator:
@@ -74,7 +78,9 @@ class Estimator:
         self._shorter = 0
         self._shorter_path: Structure | None = None
         self.varies = False
-        """Whether steps were seen that left out calls of others (layers dropped at random)."""
+        """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
+        self._settled = 0
+        """Steps since one took a new path."""
         self._rate: float | None = None
         self._proven: dict[str, int] = {}
 
@@ -94,17 +100,17 @@ class Estimator:
         names = _names(key)
         # A step that leaves calls out needs less than the next one may: only the longest path is learnt from. One of
         # another kind of batch (a text without images) is a path of its own.
-        alike = self._paths(names)
-        if any(structure.calls_made < other.calls_made for other in alike):
-            self.varies = True
+        alike = self._alike(names)
+        self._settled = self._settled + 1 if any(structure.path == other.path for other in alike) else 0
+        self.varies |= bool(alike) and not self._settled
+        if any(structure.path.is_part_of(other.path) for other in alike):
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
             if self._shorter < FORGET_AFTER:
                 return
         self._shorter = 0
         for other in alike:
-            if other.calls_made < structure.calls_made or structure.calls_made < other.calls_made:
-                self.varies = True
+            if other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path):
                 rest = {k: values for k, values in self._observed.pop(other).items() if _names(k) != names}
                 if rest:
                     self._observed[other] = rest
@@ -151,18 +157,38 @@ class Estimator:
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
         key = tuple(sorted(dims.items()))
-        structure = self._latest.get(_names(key))
-        if structure is None or structure not in self._observed:
+        latest = self._latest.get(_names(key))
+        if latest is None or latest not in self._observed:
             return None
-        seen = [other for other, known in self._observed.items() if key in known]
+        newest = {other.path: other for other in self._alike(_names(key))}
+        newest.pop(latest.path, None)
+        first, *others = (self._on_path(structure, dims, key) for structure in (latest, *newest.values()))
+        if first is None or not others:
+            return first
+        found = [each for each in (first, *others) if each is not None]
+        return replace(
+            first,
+            error=max(each.error for each in found),
+            trusted=all(each is not None and each.trusted for each in (first, *others))
+            and self._settled >= SETTLED_AFTER,
+            doubtful=frozenset().union(*(each.doubtful for each in found)),
+            reach=max(each.reach for each in found),
+            others=tuple(found[1:]),
+        )
+
+    def _on_path(
+        self, structure: Structure, dims: Mapping[str, int], key: tuple[tuple[str, int], ...]
+    ) -> Prediction | None:
+        """Predict a size, if its step takes the path of a structure."""
+        here = [(other, known) for other, known in self._observed.items() if other.path == structure.path]
+        seen = [other for other, known in here if key in known]
         # Beside other gradients of earlier steps (none, in the first one) it was another step: a fit is better then.
         alike = [other for other in seen if other.old_gradient_bytes == structure.old_gradient_bytes]
         fitted = None if alike else self._fitted(structure, dims, key)
         seen = alike or seen
         if seen and (fitted is None or not fitted.trusted):
-            # The same size on several paths (layers dropped at random): which one comes next is anybody's guess.
-            believed = key in self._measured_since or len(self) >= self._enough
-            trusted = len(seen) == 1 and believed and self._is_complete(structure, key)
+            # The same size in steps of several shapes: which one comes next is anybody's guess.
+            trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
             return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
         return fitted
 
@@ -176,7 +202,7 @@ class Estimator:
                 continue
             values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
             error = fit.error_at(dims)
-            trusted = self._trusted(fit, error, dims) and self._is_complete(structure, key)
+            trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
             prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
@@ -233,13 +259,9 @@ class Estimator:
             return False
         return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())
 
-    def _paths(self, names: tuple[str, ...]) -> list[Structure]:
-        """The paths that batches with these dimensions were seen to take."""
+    def _alike(self, names: tuple[str, ...]) -> list[Structure]:
+        """The shapes that steps of batches with these dimensions were seen to have."""
         return [structure for structure, known in self._observed.items() if any(_names(key) == names for key in known)]
-
-    def _is_complete(self, latest: Structure, key: tuple[tuple[str, int], ...]) -> bool:
-        """Whether the latest path of such a batch makes every call that any of its paths was seen to make."""
-        return all(other.calls_made <= latest.calls_made for other in self._paths(_names(key)))
 
     def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.layout import Layout
-from lightning_mimose.predict.shapes import CallShape, LeanShape, LooseShape, Position
+from lightning_mimose.predict.paths import Path
+from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Structure:
         return self._hash
 
     @cached_property
-    def calls_made(self) -> frozenset[str]:
-        """Keys of all calls: a step on another path through the model makes others."""
-        return frozenset(call.key for call in self.calls)
+    def path(self) -> Path:
+        """The path through the model that such a step takes."""
+        dropped = (call.key for call in self.calls if call.backward_time == NEVER)
+        return Path(frozenset(call.key for call in self.calls), frozenset(dropped))
 
     @cached_property
     def loose_holders(self) -> tuple[frozenset[str], ...]:

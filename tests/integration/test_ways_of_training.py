@@ -119,6 +119,29 @@ def test_a_gan() -> None:
     pair(task=Adversarial, data=few(count=8))
 
 
+class InTurns(Task):
+    """Two tasks in turns: the same encoder, and for each blocks and a head of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.tasks = nn.ModuleList([Critic(), Critic()])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of the one whose turn it is."""
+        x = self.model.embed(batch["input_ids"])
+        for layer in self.model.layers:
+            x = layer(x)
+        loss: torch.Tensor = functional.softplus(self.tasks[batch_idx % 2](x)).mean()
+        return loss
+
+
+@pytest.mark.conformance(WAYS, "several tasks in turns, each with blocks of its own", "works")
+def test_tasks_in_turns() -> None:
+    """Which one comes is not known before a step's forward: plans hold for all of them."""
+    both = pair(task=InTurns, data=[text_batch(4, 48 + 16 * (i % 3), i) for i in range(24)])
+    assert sum(not record.sheltered for record in both.callback.records) >= 8
+
+
 class Unannounced(Task):
     """Manual optimization with the loss's own backward, of which Lightning hears nothing."""
 

@@ -1,0 +1,133 @@
+"""Steps that may take one of several paths: one timeline that covers all of them, and when that is believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lightning_mimose.measure.observe import observe
+from lightning_mimose.plan.heuristic import plan_heuristic
+from lightning_mimose.predict.estimator import SETTLED_AFTER, Estimator
+from lightning_mimose.predict.paths import joined
+from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.timeline import Timeline
+from tests.helpers.models import TinyText, text_batch
+from tests.helpers.recording import recorded
+from tests.plan.strategies import every_plan, timelines
+
+Values = NDArray[np.float64]
+
+
+def renamed(timeline: Timeline, names: dict[str, str]) -> Timeline:
+    """The same, of other units."""
+    return replace(timeline, units=tuple(names.get(unit, unit) for unit in timeline.units))
+
+
+@settings(deadline=None, max_examples=60)
+@given(one=timelines(3), other=timelines(3), apart=st.booleans())
+def test_the_highest_of_all_paths_is_the_peak(one: Timeline, other: Timeline, apart: bool) -> None:
+    """Whatever is chosen; what a path does not have makes no difference there."""
+    if apart:  # else they share their units, as far as they have the same
+        other = renamed(other, {unit: f"other.{unit}" for unit in other.units})
+    both = joined([one, other])
+    for _, _, actions in every_plan(both):
+        peaks = [
+            each.peak_bytes({unit: action for unit, action in actions.items() if (unit, action) in each.option_index})
+            for each in (one, other)
+        ]
+        assert both.peak_bytes(actions) == max(peaks)
+
+
+@settings(deadline=None, max_examples=40)
+@given(one=timelines(4), other=timelines(4), share=st.floats(0.4, 1.0))
+def test_a_plan_for_all_paths_fits_each(one: Timeline, other: Timeline, share: float) -> None:
+    """The planner needs to know nothing of paths."""
+    both = joined([one, other])
+    budget = int(both.peak_bytes({}) * share)
+    plan = plan_heuristic(both, budget)
+    if plan is not None:
+        for each in (one, other):
+            known = {slot[0]: slot[1] for slot in plan.choices if slot in each.option_index}
+            assert each.peak_bytes(known) <= budget
+
+
+@cache
+def step(layers: int) -> tuple[Structure, Values]:
+    """A real step through some layers."""
+    seen = observe(recorded(TinyText(layers), text_batch(2, 8)), 0)
+    return seen.structure, seen.values
+
+
+def called(structure: Structure, suffix: str) -> Structure:
+    """The same step through other layers."""
+    units = {unit: f"{unit}.{suffix}" for unit in structure.units if unit.startswith("layers.1")}
+    return replace(
+        structure,
+        units=tuple(units.get(unit, unit) for unit in structure.units),
+        calls=tuple(
+            replace(call, unit=units.get(call.unit, call.unit), key=units.get(call.key, call.key))
+            for call in structure.calls
+        ),
+    )
+
+
+def size(length: int) -> dict[str, int]:
+    """Of a batch."""
+    return {"batch": 2, "ids:1": length}
+
+
+def in_turns(steps: int) -> tuple[Estimator, list[Structure]]:
+    """Two tasks in turns, each with a layer of its own."""
+    structure, values = step(3)
+    tasks = [called(structure, "a"), called(structure, "b")]
+    estimator = Estimator()
+    for number in range(steps):
+        length = 16 + 8 * (number % 7)
+        estimator.add(size(length), tasks[number % 2], values * length * (1 + number % 2))
+    return estimator, tasks
+
+
+def test_tasks_in_turns_are_both_predicted_once_no_other_path_came_for_a_while() -> None:
+    """The latest first; before that, nobody knows what else may come."""
+    few, _ = in_turns(SETTLED_AFTER)
+    early = few.predict(size(50))
+    assert early is not None
+    assert not early.trusted
+    estimator, tasks = in_turns(SETTLED_AFTER + 2)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert found.trusted
+    assert estimator.varies
+    assert [found.structure, *(other.structure for other in found.others)] == [tasks[1], tasks[0]]
+    assert np.allclose(found.values, 2 * found.others[0].values)
+
+
+def test_a_new_path_is_waited_for_again() -> None:
+    """A third task comes late."""
+    estimator, _ = in_turns(SETTLED_AFTER + 2)
+    structure, values = step(3)
+    estimator.add(size(16), called(structure, "c"), values * 16)
+    found = estimator.predict(size(16))
+    assert found is not None
+    assert not found.trusted
+    assert len(found.others) == 2
+
+
+def test_a_part_of_a_path_is_no_path_of_its_own() -> None:
+    """A layer dropped at random: the longest path covers it."""
+    long, short = step(3), step(2)
+    assert short[0].path.is_part_of(long[0].path)
+    estimator = Estimator()
+    for length in (16, 24, 32, 40, 48):
+        estimator.add(size(length), long[0], long[1] * length)
+        estimator.add(size(length + 4), short[0], short[1] * length)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert found.structure == long[0]
+    assert found.trusted
+    assert found.others == ()
