@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation
 from lightning_mimose.predict.fit import Fit, best_fit
-from lightning_mimose.predict.shapes import CallShape, LeanShape, LooseShape, Position
 from lightning_mimose.predict.structure import Structure
 
 GOOD_ERROR = 0.005
@@ -297,27 +296,10 @@ class Estimator:
         """Take over what another estimator learnt."""
         self.varies = bool(state.get("varies", False))
         for entry in state["observed"]:
-            structure = _structure(entry["structure"])
+            structure = Structure.of(entry["structure"])
             for key, values in entry["sizes"]:
                 self.add({name: int(value) for name, value in key}, structure, np.array(values, dtype=np.float64))
 
 
 def _names(key: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in key)
-
-
-def _structure(data: Mapping[str, Any]) -> Structure:
-    return Structure(
-        units=tuple(data["units"]),
-        parents=tuple(data["parents"]),
-        calls=tuple(CallShape(**call) for call in data["calls"]),
-        positions=tuple(Position(**position) for position in data["positions"]),
-        loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
-        batch=data["batch"],
-        dynamic=tuple(data.get("dynamic", ())),
-        columns=data["columns"],
-        old_gradient_bytes=data.get("old_gradient_bytes"),
-        lean=tuple(
-            LeanShape(**{**lean, "positions": tuple(map(tuple, lean["positions"]))}) for lean in data.get("lean", ())
-        ),
-    )

@@ -8,8 +8,10 @@ in the measured step: a call lives from its `in` to its `out` in forward, and it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +48,23 @@ class Structure:
     old_gradient_bytes: int | None = None
     lean: tuple[LeanShape, ...] = ()
     dynamic: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Structure:
+        """From plain data, as `dataclasses.asdict` makes it of one."""
+        lean = ({**each, "positions": tuple(map(tuple, each["positions"]))} for each in data.get("lean", ()))
+        return cls(
+            units=tuple(data["units"]),
+            parents=tuple(data["parents"]),
+            calls=tuple(CallShape(**call) for call in data["calls"]),
+            positions=tuple(Position(**position) for position in data["positions"]),
+            loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
+            batch=data["batch"],
+            columns=data["columns"],
+            old_gradient_bytes=data.get("old_gradient_bytes"),
+            lean=tuple(LeanShape(**each) for each in lean),
+            dynamic=tuple(data.get("dynamic", ())),
+        )
 
     @cached_property
     def passes(self) -> int:
