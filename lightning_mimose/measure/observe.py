@@ -131,7 +131,9 @@ def observe(
             continue
         peak = activation[index][1] + dropped[index]
         entry = -1
-        if owner is not None and index < began:
+        if index in kept:  # in the forward of a region that never ran again
+            peak = kept[index] - mark.new_gradient_bytes + dropped[index] - RNG_STATE_BYTES
+        elif owner is not None and index < began:
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
                 # Inside a region the forward that keeps everything is the recomputation.
@@ -146,8 +148,6 @@ def observe(
                     where[id(region)].append(
                         (len(positions), [columns.add(s.peak_bytes[twin] - made - start) for s in spared[id(region)]])
                     )
-            elif region.is_unseen and index < region.marks["out"]:
-                peak = kept[index] - mark.new_gradient_bytes + dropped[index] - RNG_STATE_BYTES
         elif owner is not None and id(region_of[id(owner)]) in spared and index >= began:
             region = region_of[id(owner)]
             found = []
