@@ -6,7 +6,7 @@ is alive on one of them is put behind what is alive on the others, as if the ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +51,12 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
         return first
     units = tuple(dict.fromkeys(unit for each in timelines for unit in each.units))
     index = {unit: i for i, unit in enumerate(units)}
-    parents: dict[str, int] = {}
+    parents, torn = _forest(units, [_around(each) for each in timelines])
     seconds: dict[tuple[str, str], float] = {}
     for each in timelines:
-        for unit, parent in zip(each.units, each.parents, strict=True):
-            if parents.get(unit, -1) < 0:  # with one that encloses it on any of them, it never acts at once
-                parents[unit] = index[each.units[parent]] if parent >= 0 else -1
         for slot, i in each.option_index.items():
-            seconds[slot] = max(seconds.get(slot, 0.0), each.options[i].added_seconds)
+            if slot[0] not in torn:
+                seconds[slot] = max(seconds.get(slot, 0.0), each.options[i].added_seconds)
     row = {slot: i for i, slot in enumerate(seconds)}
     base = np.concatenate([each.base_bytes for each in timelines])
     relief = np.zeros((len(row), len(base)), dtype=np.int64)
@@ -66,20 +64,56 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
     start = 0
     for each in timelines:
         end = start + len(each.base_bytes)
-        rows = [row[slot] for slot in each.option_index]
-        relief[rows, start:end] = each.relief_bytes[list(each.option_index.values())]
-        here = {i: row[slot] for slot, i in each.option_index.items()}
+        here = {i: row[slot] for slot, i in each.option_index.items() if slot in row}
+        relief[list(here.values()), start:end] = each.relief_bytes[list(here)]
         for hold in each.shared:
-            mask = np.zeros((len(hold.holders), len(base)), dtype=np.bool_)
-            mask[:, start:end] = hold.mask
-            shared.append(SharedHold(hold.size_bytes, tuple(here[i] for i in hold.holders), mask))
+            known = [i for i, holder in enumerate(hold.holders) if holder in here]
+            mask = np.zeros((len(known), len(base)), dtype=np.bool_)
+            mask[:, start:end] = hold.mask[known]
+            if known:
+                shared.append(SharedHold(hold.size_bytes, tuple(here[hold.holders[i]] for i in known), mask))
         start = end
     return Timeline(
         units=units,
-        parents=tuple(parents[unit] for unit in units),
+        parents=tuple(-1 if (parent := parents[unit]) is None else index[parent] for unit in units),
         options=tuple(Option(index[unit], action, cost) for (unit, action), cost in seconds.items()),
         base_bytes=base,
         relief_bytes=relief,
         shared=tuple(shared),
         labels=tuple(label for each in timelines for label in each.labels),
     )
+
+
+def _around(timeline: Timeline) -> dict[str, list[str]]:
+    """Unit -> the units that enclose it, the nearest first."""
+    found: dict[str, list[str]] = {}
+    for i, unit in enumerate(timeline.units):
+        chain = found[unit] = []
+        while timeline.parents[i] >= 0:
+            i = timeline.parents[i]
+            chain.append(timeline.units[i])
+    return found
+
+
+def _forest(
+    units: Sequence[str], around: Sequence[Mapping[str, Sequence[str]]]
+) -> tuple[dict[str, str | None], set[str]]:
+    """One forest for all paths, so that units that enclose each other on any of them never act at once.
+
+    Returns:
+        Unit -> the one that encloses it; units for which there is none that does for all paths: they cannot act.
+    """
+    parents: dict[str, str | None] = {}
+
+    def above(unit: str) -> Iterator[str]:
+        parent = parents.get(unit)
+        while parent is not None:
+            yield parent
+            parent = parents.get(parent)
+
+    for unit in units:
+        longest = max((chains[unit] for chains in around if unit in chains), key=len)
+        # Units that enclose each other in turns do not get a tree.
+        parents[unit] = longest[0] if longest and unit not in (longest[0], *above(longest[0])) else None
+    torn = {unit for unit in units for chains in around if not set(chains.get(unit, ())) <= set(above(unit))}
+    return parents, torn

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from lightning_mimose.plan.heuristic import plan_heuristic
 from lightning_mimose.predict.estimator import SETTLED_AFTER, Estimator
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.timeline import Timeline
+from lightning_mimose.predict.timeline import Option, Timeline
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 from tests.plan.strategies import every_plan, timelines
@@ -54,6 +55,44 @@ def test_a_plan_for_all_paths_fits_each(one: Timeline, other: Timeline, share: f
         for each in (one, other):
             known = {slot[0]: slot[1] for slot in plan.choices if slot in each.option_index}
             assert each.peak_bytes(known) <= budget
+
+
+def nest(parents: dict[str, str | None], spared: int) -> Timeline:
+    """Units of which each may be recomputed, and spares the same at one moment."""
+    units = tuple(parents)
+    index = {unit: i for i, unit in enumerate(units)}
+    return Timeline(
+        units=units,
+        parents=tuple(-1 if parent is None else index[parent] for parent in parents.values()),
+        options=tuple(Option(i, "recompute", 1.0) for i in range(len(units))),
+        base_bytes=np.array([100]),
+        relief_bytes=np.full((len(units), 1), spared),
+        shared=(),
+        labels=("here",),
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"q": None, "unit": "q"},
+        {"q": None, "p": "q", "unit": "p"},
+        {"unit": None, "p": "unit"},
+        {"q": None, "p": None, "unit": None},
+        {"p": None, "q": "p", "unit": "q"},
+    ],
+)
+def test_units_that_enclose_each_other_on_any_path_never_act_at_once(other: dict[str, str | None]) -> None:
+    """A block that two networks share is inside one of them on each path: what it spares must not count twice."""
+    one = {"p": None, "unit": "p"}
+    both = joined([nest(one, 10), nest(other, 10)])
+    for _, _, actions in every_plan(both):
+        for parents in (one, other):
+            for unit in actions.keys() & parents.keys():
+                above = parents[unit]
+                while above is not None:
+                    assert above not in actions, (other, actions)
+                    above = parents[above]
 
 
 @cache
