@@ -78,8 +78,8 @@ class Estimator:
         self._shorter_path: Structure | None = None
         self.varies = False
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
-        self._settled = 0
-        """Steps since one took a new path."""
+        self._settled: dict[tuple[str, ...], int] = {}
+        """Of every kind of batch (names of dimensions): steps since one took a new path."""
         self._rate: float | None = None
         self._proven: dict[str, int] = {}
 
@@ -100,8 +100,9 @@ class Estimator:
         # A step that leaves calls out needs less than the next one may: only the longest path is learnt from. One of
         # another kind of batch (a text without images) is a path of its own.
         alike = self._alike(names)
-        self._settled = self._settled + 1 if any(structure.path == other.path for other in alike) else 0
-        self.varies |= bool(alike) and not self._settled
+        is_known = any(structure.path == other.path for other in alike)
+        self._settled[names] = self._settled.get(names, 0) + 1 if is_known else 0
+        self.varies |= bool(alike) and not is_known
         if any(structure.path.is_part_of(other.path) for other in alike):
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
@@ -169,7 +170,7 @@ class Estimator:
             first,
             error=max(each.error for each in found),
             trusted=all(each is not None and each.trusted for each in (first, *others))
-            and self._settled >= SETTLED_AFTER,
+            and self._settled.get(_names(key), 0) >= SETTLED_AFTER,
             doubtful=frozenset().union(*(each.doubtful for each in found)),
             reach=max(each.reach for each in found),
             others=tuple(found[1:]),

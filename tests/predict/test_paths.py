@@ -157,6 +157,17 @@ def test_a_new_path_is_waited_for_again() -> None:
     assert len(found.others) == 2
 
 
+def test_batches_of_another_kind_settle_nothing() -> None:
+    """Images beside texts in two tasks: what paths texts take is not known by them."""
+    estimator, _ = in_turns(6)
+    structure, values = step(2)
+    for number in range(2 * SETTLED_AFTER):
+        estimator.add({"batch": 2, "pixels:1": 16 + 8 * (number % 7)}, structure, values)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert not found.trusted
+
+
 def test_a_part_of_a_path_is_no_path_of_its_own() -> None:
     """A layer dropped at random: the longest path covers it."""
     long, short = step(3), step(2)
