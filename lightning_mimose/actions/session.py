@@ -34,6 +34,8 @@ class Session:
         recorder: Records the units' calls, in the steps that learn.
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
+        strangers: Units that no step seen so far has called: they are recomputed if they are called all the same.
+        met: Whether that happened in this step.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
@@ -63,6 +65,8 @@ class Session:
     recorder: StepRecorder | None = None
     watch: InputWatch | None = None
     inside: int = 0
+    strangers: frozenset[str] = frozenset()
+    met: bool = False
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -86,15 +90,20 @@ class Session:
     learning_steps: int = 0
     news: bool = False
 
-    def arm(self, actions: dict[str, str], recorder: StepRecorder | None) -> None:
+    def arm(
+        self,
+        actions: dict[str, str],
+        recorder: StepRecorder | None,
+        strangers: frozenset[str] = frozenset(),
+    ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch = False, None
+        self.compared, self.watch, self.strangers, self.met = False, None, strangers, False
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
             self.offloader.begin()
-        self.armed = bool(self.actions) or recorder is not None
+        self.armed = bool(self.actions or strangers) or recorder is not None
 
     def record(self, recorder: StepRecorder) -> None:
         """Record the units' calls from now on."""
@@ -115,6 +124,12 @@ class Session:
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()
+
+    def meet(self, name: str) -> str:
+        """A unit is called that no known step calls; returns what it is to do."""
+        self.met = True
+        self.actions = {**self.actions, name: RECOMPUTE}
+        return RECOMPUTE
 
     def aside(self) -> AbstractContextManager[None]:
         """Around what runs beside the step: it is no part of what is recorded."""

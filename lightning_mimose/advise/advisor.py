@@ -62,7 +62,7 @@ class Advisor(Student):
         self.bounds = Bounds()
         self.announce: Callable[[str], None] = log.info
         self._announced = False
-        self._actions: dict[int, tuple[Plan, dict[str, str]]] = {}
+        self._actions: dict[int, tuple[Plan, dict[str, str], frozenset[str]]] = {}
         """By the identity of plans, which are held so that no other object can have it."""
 
     def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
@@ -109,14 +109,18 @@ class Advisor(Student):
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 
-    def actions_of(self, plan: Plan) -> dict[str, str]:
-        """The units of a plan that act; the same dictionary whenever the plan is asked for again."""
+    def actions_of(self, plan: Plan) -> tuple[dict[str, str], frozenset[str]]:
+        """The units of a plan that act, and those that it knows nothing of, for no step was seen to call them.
+
+        The same objects whenever the plan is asked for again. Of the second kind only what the shelter recomputes.
+        """
         known = self._actions.get(id(plan))
         if known is None or known[0] is not plan:  # of an object before a copy was made
             if len(self._actions) >= KNOWN_PLANS:
                 self._actions.clear()
-            known = self._actions[id(plan)] = plan, dict(plan.choices)
-        return known[1]
+            strangers = frozenset(self.shelter).difference(plan.units)
+            known = self._actions[id(plan)] = plan, dict(plan.choices), strangers
+        return known[1:]
 
     def _key(self, size: BatchSize) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""

@@ -75,6 +75,17 @@ class Student(Forecast):
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
 
+    def learn_strangers(self, size: BatchSize, missed_bytes: int) -> None:
+        """Learn that a planned step called units that no step seen before has called: a path that is not known.
+
+        Args:
+            size: The batch's size.
+            missed_bytes: By how much it was above what was predicted for the paths that are known.
+        """
+        self.misses.surplus_bytes = max(missed_bytes, self.misses.surplus_bytes)
+        if self.estimator.unsettle(dict(size.dims)) or missed_bytes > 0:
+            self._forget_plans()
+
     def learn_inputs(
         self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
     ) -> bool:

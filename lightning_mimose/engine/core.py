@@ -224,7 +224,7 @@ class Engine:
 
     def _arm(self, step: Step) -> None:
         self._metering.arm(step)
-        self.session.arm(step.actions, None)
+        self.session.arm(step.actions, None, step.strangers)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:
@@ -295,6 +295,8 @@ class Engine:
         elif step.recorder is not None:
             self._lessons.of_update(step)
         actions = self.session.actions
+        if self.session.met:
+            self._lessons.of_strangers(step)
         self._clear(step)
         if self.tenancy is not None:
             self.tenancy.turn()

@@ -110,6 +110,12 @@ class Lessons:
         if self._ledger.lasting_bytes() == state_before and not step.evaluated_again:
             self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
 
+    def of_strangers(self, step: Step) -> None:
+        """Learn that a planned step called units that no step seen before has called."""
+        predicted, measured = step.advice.predicted_peak_bytes, step.measured_peak_bytes
+        missed = 0 if predicted is None or measured is None else measured - predicted
+        self._advisor.learn_strangers(step.size, missed)
+
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1
         if self._unmeasured == UNMEASURED_STEPS:
@@ -137,7 +143,7 @@ class Lessons:
         # What was compared beside it took memory of its own, but never more than the budget leaves.
         clean = not self._session.compared or peak > budget
         # Without a backward it says no more than that (a batch that was skipped).
-        clean &= step.in_backward or (predicted is not None and peak > predicted)
+        clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
         if plan is not None and predicted is not None and exact and clean:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation
 from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.paths import Waits
 from lightning_mimose.predict.structure import Structure
 
 GOOD_ERROR = 0.005
@@ -26,8 +27,6 @@ USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
-SETTLED_AFTER = 12
-"""Steps without a new path after which those that were seen, none a part of another, are taken for all there are."""
 FORGET_AFTER = 20
 """Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
 
@@ -78,8 +77,7 @@ class Estimator:
         self._shorter_path: Structure | None = None
         self.varies = False
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
-        self._settled: dict[tuple[str, ...], int] = {}
-        """Of every kind of batch (names of dimensions): steps since one took a new path."""
+        self._waits = Waits()
         self._rate: float | None = None
         self._proven: dict[str, int] = {}
 
@@ -101,9 +99,13 @@ class Estimator:
         # another kind of batch (a text without images) is a path of its own.
         alike = self._alike(names)
         is_known = any(structure.path == other.path for other in alike)
-        self._settled[names] = self._settled.get(names, 0) + 1 if is_known else 0
+        is_part = any(structure.path.is_part_of(other.path) for other in alike)
         self.varies |= bool(alike) and not is_known
-        if any(structure.path.is_part_of(other.path) for other in alike):
+        if is_known or is_part:
+            self._waits.known(names)
+        else:
+            self._waits.new(names, one_of_several=not all(other.path.is_part_of(structure.path) for other in alike))
+        if is_part:
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
             if self._shorter < FORGET_AFTER:
@@ -149,6 +151,10 @@ class Estimator:
         self._measured_since.clear()
         self._proven.clear()
 
+    def unsettle(self, dims: Iterable[str]) -> bool:
+        """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
+        return self._waits.strange(tuple(sorted(dims)))
+
     def prove(self, dims: Iterable[tuple[str, int]]) -> None:
         """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`."""
         for name, value in dims:
@@ -163,14 +169,14 @@ class Estimator:
         newest = {other.path: other for other in self._alike(_names(key))}
         newest.pop(latest.path, None)
         first, *others = (self._on_path(structure, dims, key) for structure in (latest, *newest.values()))
-        if first is None or not others:
+        settled = self._waits.are_over(_names(key))
+        if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]
         return replace(
             first,
             error=max(each.error for each in found),
-            trusted=all(each is not None and each.trusted for each in (first, *others))
-            and self._settled.get(_names(key), 0) >= SETTLED_AFTER,
+            trusted=settled and all(each is not None and each.trusted for each in (first, *others)),
             doubtful=frozenset().union(*(each.doubtful for each in found)),
             reach=max(each.reach for each in found),
             others=tuple(found[1:]),

@@ -6,12 +6,61 @@ is alive on one of them is put behind what is alive on the others, as if the ste
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+
+SETTLED_AFTER = 12
+"""Steps that have to show no new path, after one did, before those that were seen are taken for all there are."""
+
+
+class Waits:
+    """Of every kind of batch (names of dimensions): how many steps have yet to show whether there are more paths.
+
+    Example:
+        >>> waits, kind = Waits(), ("batch", "ids:1")
+        >>> waits.new(kind, one_of_several=True)
+        >>> waits.are_over(kind)
+        False
+        >>> for _ in range(SETTLED_AFTER):
+        ...     waits.known(kind)
+        >>> waits.are_over(kind)
+        True
+        >>> [waits.strange(kind) for _ in range(4)]
+        [True, True, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._left: Counter[tuple[str, ...]] = Counter()
+        self._strange: Counter[tuple[str, ...]] = Counter()
+
+    def are_over(self, kind: tuple[str, ...]) -> bool:
+        """Whether plans may be made for such batches."""
+        return not self._left[kind]
+
+    def known(self, kind: tuple[str, ...]) -> None:
+        """A measured step took a path that others had taken before, or a part of it."""
+        self._left[kind] = max(0, self._left[kind] - 1)
+
+    def new(self, kind: tuple[str, ...], *, one_of_several: bool) -> None:
+        """A measured step took a new path; where it is not a part of it, another one still counts."""
+        self._strange[kind] = 0
+        self._left[kind] = SETTLED_AFTER if one_of_several else 0
+
+    def strange(self, kind: tuple[str, ...]) -> bool:
+        """A planned step took a new path, of which nothing is known but that; returns whether it is waited for.
+
+        It may be a rare one, which none of the waiting steps takes: the second, fourth, eighth time counts, and so on.
+        """
+        self._strange[kind] += 1
+        waits = self._strange[kind].bit_count() == 1
+        if waits:
+            self._left[kind] = SETTLED_AFTER
+        return waits
 
 
 class Path(NamedTuple):

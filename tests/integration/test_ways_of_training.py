@@ -142,6 +142,36 @@ def test_tasks_in_turns() -> None:
     assert sum(not record.sheltered for record in both.callback.records) >= 8
 
 
+class Late(InTurns):
+    """The second task comes beside the first one, but only after a while."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The sum of both."""
+        x = self.model.embed(batch["input_ids"])
+        for layer in self.model.layers:
+            x = layer(x)
+        tasks = self.tasks if batch_idx >= LATE else self.tasks[:1]  # type: ignore[index]
+        loss: torch.Tensor = torch.stack([functional.softplus(task(x)).mean() for task in tasks]).sum()
+        return loss
+
+
+LATE = 11
+"""By then, three planned steps were measured and the next ones are not."""
+
+
+@pytest.mark.conformance(WAYS, "blocks that are called from some step on (a loss that is added late)", "works")
+def test_blocks_that_come_late() -> None:
+    """Nothing is known of them when they come: they are recomputed, and learnt from the next step on."""
+    both = pair(0.75, task=Late, data=[text_batch(4, 48 + 16 * (i % 3), i) for i in range(24)])
+    records = both.callback.records
+    assert not records[LATE].sheltered
+    assert records[LATE].measured_peak_bytes is None, "no meter told of it"
+    assert {f"tasks.1.layers.{i}": "recompute" for i in range(3)}.items() <= records[LATE].actions.items()
+    assert not any("tasks.1" in unit for record in records[4:LATE] for unit in record.actions)
+    assert records[LATE + 1].sheltered
+    assert sum(not record.sheltered for record in records[LATE + 1 :]) >= 6
+
+
 class Unannounced(Task):
     """Manual optimization with the loss's own backward, of which Lightning hears nothing."""
 

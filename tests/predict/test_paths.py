@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.plan.heuristic import plan_heuristic
-from lightning_mimose.predict.estimator import SETTLED_AFTER, Estimator
-from lightning_mimose.predict.paths import joined
+from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.paths import SETTLED_AFTER, joined
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, Timeline
 from tests.helpers.models import TinyText, text_batch
@@ -155,6 +155,57 @@ def test_a_new_path_is_waited_for_again() -> None:
     assert found is not None
     assert not found.trusted
     assert len(found.others) == 2
+
+
+def strange() -> tuple[Estimator, Values]:
+    """One path is known, and a planned step took another one."""
+    structure, values = step(2)
+    estimator = Estimator()
+    for length in (16, 24, 32, 40, 48):
+        estimator.add(size(length), structure, values * length)
+    known = estimator.predict(size(50))
+    assert known is not None
+    assert known.trusted
+    assert estimator.unsettle(size(50))
+    return estimator, known.values
+
+
+def test_a_path_that_is_known_by_hearsay_is_waited_for() -> None:
+    """A planned step called what none before it did: as many others have to show nothing of it."""
+    estimator, expected = strange()
+    structure, values = step(2)
+    for number in range(SETTLED_AFTER):
+        found = estimator.predict(size(50))
+        assert found is not None
+        assert not found.trusted
+        length = 16 + 8 * (number % 5)
+        estimator.add(size(length), structure, values * length)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert found.trusted
+    assert np.allclose(found.values, expected)
+
+
+def test_a_path_that_was_waited_for_takes_the_place_of_its_part() -> None:
+    """It came: as many sizes as a fit needs, and no more."""
+    estimator, _ = strange()
+    structure, values = step(3)
+    for length in (16, 24, 32, 40, 48):
+        estimator.add(size(length), structure, values * length)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert found.structure == structure
+    assert found.trusted
+    assert found.others == ()
+
+
+def test_a_rare_path_is_waited_for_less_and_less_often() -> None:
+    """A path that steps take one time in a hundred does not keep the others sheltered."""
+    estimator, _ = in_turns(SETTLED_AFTER + 2)
+    assert [estimator.unsettle(size(50)) for _ in range(9)] == [n in (1, 2, 4, 8) for n in range(1, 10)]
+    structure, values = step(3)
+    estimator.add(size(16), called(structure, "c"), values * 16)
+    assert estimator.unsettle(size(50)), "a new one is as rare as it likes"
 
 
 def test_batches_of_another_kind_settle_nothing() -> None:
