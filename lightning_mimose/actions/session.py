@@ -35,7 +35,7 @@ class Session:
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that no step seen so far has called: they are recomputed if they are called all the same.
-        met: Whether that happened in this step.
+        met: Those that this step has called.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
@@ -66,7 +66,7 @@ class Session:
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
-    met: bool = False
+    met: list[str] = field(default_factory=list)
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch, self.strangers, self.met = False, None, strangers, False
+        self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
@@ -127,7 +127,7 @@ class Session:
 
     def meet(self, name: str) -> str:
         """A unit is called that no known step calls; returns what it is to do."""
-        self.met = True
+        self.met.append(name)
         self.actions = {**self.actions, name: RECOMPUTE}
         return RECOMPUTE
 

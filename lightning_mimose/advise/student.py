@@ -15,7 +15,7 @@ from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 7
+STATE_VERSION = 8
 
 
 class Student(Forecast):
@@ -75,16 +75,21 @@ class Student(Forecast):
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
 
-    def learn_strangers(self, size: BatchSize, missed_bytes: int) -> None:
+    def learn_strangers(self, size: BatchSize, missed_bytes: int) -> bool:
         """Learn that a planned step called units that no step seen before has called: a path that is not known.
 
         Args:
             size: The batch's size.
             missed_bytes: By how much it was above what was predicted for the paths that are known.
+
+        Returns:
+            Whether the next steps are measured for it.
         """
         self.misses.surplus_bytes = max(missed_bytes, self.misses.surplus_bytes)
-        if self.estimator.unsettle(dict(size.dims)) or missed_bytes > 0:
+        waits = self.estimator.unsettle(dict(size.dims))
+        if waits or missed_bytes > 0:
             self._forget_plans()
+        return waits
 
     def learn_inputs(
         self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -114,7 +114,11 @@ class Lessons:
         """Learn that a planned step called units that no step seen before has called."""
         predicted, measured = step.advice.predicted_peak_bytes, step.measured_peak_bytes
         missed = 0 if predicted is None or measured is None else measured - predicted
-        self._advisor.learn_strangers(step.size, missed)
+        if self._advisor.learn_strangers(step.size, missed):
+            self._advisor.announce(
+                f"mimose: batch {step.batch_idx} called {_named(self._session.met)} for the first time; the next steps "
+                "are measured, to learn what that takes"
+            )
 
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1
@@ -160,6 +164,11 @@ class Lessons:
                 unknown = (
                     "no plan: the budget had seemed ample. Such batches recompute as much as they can from now on."
                 )
+            elif self._session.met:
+                known = unknown = (
+                    f"a plan that knew nothing of {_named(self._session.met)}, which no batch before had called. The "
+                    "next batches are measured, to learn what that takes."
+                )
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
                 f"budget of {format_bytes(budget)}, under {unknown if predicted is None else known}",
@@ -204,3 +213,7 @@ class Lessons:
         self._advisor.hints.pop(about, None)
         if text is not None:
             self._advisor.hints[about] = text
+
+
+def _named(units: Sequence[str]) -> str:
+    return f"{units[0]!r}" + (f" and {len(units) - 1} more" if len(units) > 1 else "")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation
 from lightning_mimose.predict.fit import Fit, best_fit
-from lightning_mimose.predict.paths import Waits
+from lightning_mimose.predict.paths import Habits, Waits
 from lightning_mimose.predict.structure import Structure
 
 GOOD_ERROR = 0.005
@@ -77,7 +77,7 @@ class Estimator:
         self._shorter_path: Structure | None = None
         self.varies = False
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
-        self._waits = Waits()
+        self._waits, self._habits = Waits(), Habits()
         self._rate: float | None = None
         self._proven: dict[str, int] = {}
 
@@ -95,6 +95,7 @@ class Estimator:
         """
         key = tuple(sorted(dims.items()))
         names = _names(key)
+        self._habits.add(key, structure.path)
         # A step that leaves calls out needs less than the next one may: only the longest path is learnt from. One of
         # another kind of batch (a text without images) is a path of its own.
         alike = self._alike(names)
@@ -166,10 +167,14 @@ class Estimator:
         latest = self._latest.get(_names(key))
         if latest is None or latest not in self._observed:
             return None
-        newest = {other.path: other for other in self._alike(_names(key))}
-        newest.pop(latest.path, None)
-        first, *others = (self._on_path(structure, dims, key) for structure in (latest, *newest.values()))
+        alike = self._alike(_names(key))
+        newest = {latest.path: latest} | {other.path: other for other in alike if other.path != latest.path}
+        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         settled = self._waits.are_over(_names(key))
+        habit = self._habits.of(key) if settled else None
+        if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
+            paths = {path: each for path, each in paths.items() if path == habit or (each and each.trusted)}
+        first, *others = paths.values()
         if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]
@@ -206,8 +211,7 @@ class Estimator:
             fit = self._fit(structure, batch, _names(key))
             if fit is None or not fit.covers(dims):
                 continue
-            values = np.maximum(fit.basis.features(dims) @ fit.coefficients, 0.0)
-            error = fit.error_at(dims)
+            values, error = fit.values_at(dims), fit.error_at(dims, self.resident_bytes)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
             prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach)
@@ -288,14 +292,21 @@ class Estimator:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
+        number = {structure.path: i for i, structure in enumerate(self._observed)}
         return {
             "varies": self.varies,
+            "waits": [[list(kind), left] for kind, left in self._waits.left.items()],
             "observed": [
                 {
                     "structure": asdict(structure),
                     "sizes": [[list(map(list, key)), values.tolist()] for key, values in known.items()],
                 }
                 for structure, known in self._observed.items()
+            ],
+            "habits": [
+                [number[path], list(map(list, key)), steps]
+                for key, (path, steps) in self._habits.steps.items()
+                if path in number
             ],
         }
 
@@ -306,6 +317,11 @@ class Estimator:
             structure = Structure.of(entry["structure"])
             for key, values in entry["sizes"]:
                 self.add({name: int(value) for name, value in key}, structure, np.array(values, dtype=np.float64))
+        for kind, left in state["waits"]:
+            self._waits.left[tuple(kind)] = int(left)
+        for number, key, steps in state["habits"]:
+            path = Structure.of(state["observed"][number]["structure"]).path
+            self._habits.steps[tuple((name, int(value)) for name, value in key)] = path, int(steps)
 
 
 def _names(key: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

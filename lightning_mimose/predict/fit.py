@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
+from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.structure import Structure
 
 LEAN_ERROR = 1e-3
@@ -19,6 +21,8 @@ EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
+MANY_SIZES = 8
+"""Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
 LEVERAGE = 1e-6
 """A size that leaves less than this of itself to the others in a fit (it is far from all of them) is fitted without."""
 
@@ -38,6 +42,8 @@ class Fit:
         relations: How dimensions follow from others.
         inverse: Of the features' second moments: shape (features, features).
         leverage: The largest that any of the sizes has.
+        local: What describes every column in a basis of its own, where that is better.
+        grains: Of the sides of images: what all that were seen are multiples of.
     """
 
     basis: Basis
@@ -50,13 +56,25 @@ class Fit:
     relations: tuple[Relation, ...]
     inverse: NDArray[np.float64]
     leverage: float
+    local: LocalFit | None = None
+    grains: Mapping[str, int] = field(default_factory=dict)
 
-    def error_at(self, dims: Mapping[str, int]) -> float:
+    def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
+        """What is predicted for some size, shape (columns,)."""
+        values = self.basis.features(dims) @ self.coefficients if self.local is None else self.local.values_at(dims)
+        return np.maximum(values, 0.0)
+
+    def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
         """The error to expect at some size, as a share of its peak.
 
-        Where the basis rounds up, sizes that were all rounded alike (multiples of a hundred) tell nothing of others:
-        the error grows with the leverage there, as it would if it were all due to a wrong basis.
+        Sizes that were all rounded alike tell nothing of others. If they were whole multiples (of a stride, a window),
+        it is infinite where one is not. Where the basis rounds up, it grows with the leverage, as if all of it were due
+        to a wrong basis.
         """
+        if any(dims[name] % grain for name, grain in self.grains.items()):
+            return float("inf")
+        if self.local is not None:
+            return max(self.error, self.local.error_at(dims, resident_bytes))
         if not self.basis.rounds:
             return self.error
         features = self.basis.features(dims)
@@ -85,9 +103,17 @@ def best_fit(
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
+    local = None
+    if best.error > EXACT_ERROR:
+        local = fit_locally(sizes, values, structure, dims, basis)
+        if local is not None:
+            check = _Check(_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out)
+            sure = check.error <= EXACT_ERROR or len(sizes) >= MANY_SIZES
+            local, best = (local, check) if sure and check.error < BETTER * best.error else (None, best)
     design = basis.design(sizes)
     inverse = np.linalg.pinv(design.T @ design)
     names = sizes[0].keys()
+    sides = [name for name in dims if name != "batch"]
     return Fit(
         basis,
         _solve(design, values),
@@ -99,6 +125,8 @@ def best_fit(
         relations,
         inverse,
         float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
+        local,
+        {name: gcd(*(size[name] for size in sizes)) for name in sides} if len(sides) == 2 else {},
     )
 
 
@@ -161,12 +189,19 @@ def _left_out(
     if groups < 2:
         return _UNCHECKED
     predicted = values[checked] - np.concatenate(missing)
-    missed = np.abs(structure.summary(predicted) - truth[checked])
-    whole = truth[checked, :1] + resident_bytes
-    error = float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
+    error = _error(predicted, truth[checked], structure, resident_bytes)
     # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
     believed = (len(checked) == len(design) and not few) or error < EXACT_ERROR
     return _Check(error, checked, predicted) if believed else _UNCHECKED
+
+
+def _error(
+    predicted: NDArray[np.float64], truth: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> float:
+    """By how much the summary of some sizes is missed at most, as a share of their peaks."""
+    missed = np.abs(structure.summary(predicted) - truth)
+    whole = truth[:, :1] + resident_bytes
+    return float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
 
 
 def _doubtful(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,50 +17,13 @@ from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 SETTLED_AFTER = 12
 """Steps that have to show no new path, after one did, before those that were seen are taken for all there are."""
 
+HABIT_AFTER = 6
+"""Steps of one size that take the same path, after which others are expected to do so."""
+KNOWN_HABITS = 64
+"""Sizes whose paths are remembered."""
 
-class Waits:
-    """Of every kind of batch (names of dimensions): how many steps have yet to show whether there are more paths.
-
-    Example:
-        >>> waits, kind = Waits(), ("batch", "ids:1")
-        >>> waits.new(kind, one_of_several=True)
-        >>> waits.are_over(kind)
-        False
-        >>> for _ in range(SETTLED_AFTER):
-        ...     waits.known(kind)
-        >>> waits.are_over(kind)
-        True
-        >>> [waits.strange(kind) for _ in range(4)]
-        [True, True, False, True]
-    """
-
-    def __init__(self) -> None:
-        self._left: Counter[tuple[str, ...]] = Counter()
-        self._strange: Counter[tuple[str, ...]] = Counter()
-
-    def are_over(self, kind: tuple[str, ...]) -> bool:
-        """Whether plans may be made for such batches."""
-        return not self._left[kind]
-
-    def known(self, kind: tuple[str, ...]) -> None:
-        """A measured step took a path that others had taken before, or a part of it."""
-        self._left[kind] = max(0, self._left[kind] - 1)
-
-    def new(self, kind: tuple[str, ...], *, one_of_several: bool) -> None:
-        """A measured step took a new path; where it is not a part of it, another one still counts."""
-        self._strange[kind] = 0
-        self._left[kind] = SETTLED_AFTER if one_of_several else 0
-
-    def strange(self, kind: tuple[str, ...]) -> bool:
-        """A planned step took a new path, of which nothing is known but that; returns whether it is waited for.
-
-        It may be a rare one, which none of the waiting steps takes: the second, fourth, eighth time counts, and so on.
-        """
-        self._strange[kind] += 1
-        waits = self._strange[kind].bit_count() == 1
-        if waits:
-            self._left[kind] = SETTLED_AFTER
-        return waits
+Key: TypeAlias = tuple[tuple[str, int], ...]
+"""A size: its dimensions, by name."""
 
 
 class Path(NamedTuple):
@@ -83,6 +46,80 @@ class Path(NamedTuple):
             (True, False)
         """
         return self.calls < other.calls and self.dropped == other.dropped & self.calls
+
+
+class Waits:
+    """Of every kind of batch (names of dimensions): how many steps have yet to show whether there are more paths.
+
+    Example:
+        >>> waits, kind = Waits(), ("batch", "ids:1")
+        >>> waits.new(kind, one_of_several=True)
+        >>> waits.are_over(kind)
+        False
+        >>> for _ in range(SETTLED_AFTER):
+        ...     waits.known(kind)
+        >>> waits.are_over(kind)
+        True
+        >>> [waits.strange(kind) for _ in range(4)]
+        [True, True, False, True]
+    """
+
+    def __init__(self) -> None:
+        self.left: Counter[tuple[str, ...]] = Counter()
+        """Kind -> steps that are waited for."""
+        self._strange: Counter[tuple[str, ...]] = Counter()
+
+    def are_over(self, kind: tuple[str, ...]) -> bool:
+        """Whether plans may be made for such batches."""
+        return not self.left[kind]
+
+    def known(self, kind: tuple[str, ...]) -> None:
+        """A measured step took a path that others had taken before, or a part of it."""
+        self.left[kind] = max(0, self.left[kind] - 1)
+
+    def new(self, kind: tuple[str, ...], *, one_of_several: bool) -> None:
+        """A measured step took a new path; where it is not a part of it, another one still counts."""
+        self._strange[kind] = 0
+        self.left[kind] = SETTLED_AFTER if one_of_several else 0
+
+    def strange(self, kind: tuple[str, ...]) -> bool:
+        """A planned step took a new path, of which nothing is known but that; returns whether it is waited for.
+
+        It may be a rare one, which none of the waiting steps takes: the second, fourth, eighth time counts, and so on.
+        """
+        self._strange[kind] += 1
+        waits = self._strange[kind].bit_count() == 1
+        if waits:
+            self.left[kind] = SETTLED_AFTER
+        return waits
+
+
+class Habits:
+    """Sizes that always take one path: tasks in turns, each with images of its own size.
+
+    Example:
+        >>> habits, path = Habits(), Path(frozenset("ab"), frozenset())
+        >>> for _ in range(HABIT_AFTER):
+        ...     habits.add((("batch", 8),), path)
+        >>> habits.of((("batch", 8),)) == path, habits.of((("batch", 9),))
+        (True, None)
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[Key, tuple[Path, int]] = {}
+        """Size -> the path that it took of late, and how often."""
+
+    def add(self, key: Key, path: Path) -> None:
+        """A measured step of some size took a path."""
+        before, steps = self.steps.pop(key, (path, 0))
+        if len(self.steps) >= KNOWN_HABITS:
+            del self.steps[next(iter(self.steps))]
+        self.steps[key] = path, steps + 1 if path == before else 1
+
+    def of(self, key: Key) -> Path | None:
+        """The path that steps of this size take, if enough have."""
+        path, steps = self.steps.get(key, (None, 0))
+        return path if steps >= HABIT_AFTER else None
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:

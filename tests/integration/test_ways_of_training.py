@@ -155,6 +155,13 @@ class Late(InTurns):
         return loss
 
 
+@pytest.mark.conformance(WAYS, "several tasks in turns, each with sizes of its own", "works")
+def test_tasks_in_turns_with_sizes_of_their_own() -> None:
+    """No step of one task is like one of the other: what that would take with such a batch is never seen."""
+    both = pair(task=InTurns, data=[text_batch(4, (48, 80)[i % 2], i) for i in range(24)])
+    assert sum(not record.sheltered for record in both.callback.records) >= 8
+
+
 LATE = 11
 """By then, three planned steps were measured and the next ones are not."""
 

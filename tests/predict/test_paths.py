@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -206,6 +207,50 @@ def test_a_rare_path_is_waited_for_less_and_less_often() -> None:
     structure, values = step(3)
     estimator.add(size(16), called(structure, "c"), values * 16)
     assert estimator.unsettle(size(50)), "a new one is as rare as it likes"
+
+
+def of_own_sizes(steps: int) -> tuple[Estimator, list[Structure]]:
+    """Two tasks in turns, each with batches of one size."""
+    structure, values = step(3)
+    tasks = [called(structure, "a"), called(structure, "b")]
+    estimator = Estimator()
+    for number in range(steps):
+        length = (32, 64)[number % 2]
+        estimator.add(size(length), tasks[number % 2], values * length)
+    return estimator, tasks
+
+
+def test_a_size_that_always_takes_one_path_is_expected_to() -> None:
+    """What the other task takes with such a batch is not known, and need not be."""
+    early, _ = of_own_sizes(SETTLED_AFTER)
+    assert not any(found and found.trusted for found in map(early.predict, (size(32), size(64))))
+    late, tasks = of_own_sizes(SETTLED_AFTER + 2)
+    restored = Estimator()
+    restored.load_state_dict(json.loads(json.dumps(late.state_dict())))
+    for estimator in (late, restored):
+        for length, task in zip((32, 64), tasks, strict=True):
+            found = estimator.predict(size(length))
+            assert found is not None
+            assert found.trusted
+            assert found.structure == task
+            assert found.others == ()
+            assert np.array_equal(found.values, step(3)[1] * length)
+    late.add(size(32), tasks[1], step(3)[1] * 32)
+    found = late.predict(size(32))
+    assert found is not None
+    assert len(found.others) == 1, "from now on, it may be either"
+
+
+def test_what_is_waited_for_outlives_a_checkpoint() -> None:
+    """A resumed run waits no longer than the first one would have."""
+    for steps in (SETTLED_AFTER, SETTLED_AFTER + 2):
+        estimator, _ = in_turns(steps)
+        restored = Estimator()
+        restored.load_state_dict(json.loads(json.dumps(estimator.state_dict())))
+        one, other = estimator.predict(size(50)), restored.predict(size(50))
+        assert one is not None
+        assert other is not None
+        assert one.trusted is other.trusted is (steps > SETTLED_AFTER)
 
 
 def test_batches_of_another_kind_settle_nothing() -> None:

@@ -1,0 +1,256 @@
+"""Local fits: every column in a basis of its own, for images whose sides are rounded level by level.
+
+What is alive at one moment is a sum over all levels of such a pyramid, each of which rounds sides in its own way: more
+features than there are sizes to learn from. What one block changes follows from two roundings, exactly. So columns are
+taken as differences, each is fitted by the simplest tiling that is exact, and they are added up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.differences import Differences
+from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Tiling, count_of, tilings
+
+Floats = NDArray[np.float64]
+
+EXACT_SHARE = 1e-6
+"""Share of a column's largest value by which an exact tiling may miss it."""
+MANY = 0.2
+"""Share of the columns that single surfaces have to describe: where they describe fewer, it is no pyramid."""
+CHANCE = 3.0
+"""How much more columns that no tiling describes are missed than in the sizes left out: the best of so many is luck."""
+LEVERAGE = 1e-6
+"""What a size must leave to the others for them to say something of it: else a feature rests on it alone."""
+
+
+class Design(Protocol):
+    """Features of sizes."""
+
+    def design(self, sizes: Sequence[Mapping[str, int]]) -> Floats:
+        """Shape (sizes, features)."""
+
+
+class Part(NamedTuple):
+    """Columns that share a basis.
+
+    Attributes:
+        basis: Their features.
+        columns: Which they are.
+        coefficients: Shape (features, columns).
+    """
+
+    basis: Design
+    columns: NDArray[np.intp]
+    coefficients: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFit:
+    """A fit of every column in a basis of its own.
+
+    Attributes:
+        structure: Whose columns.
+        sides: Names of the dimensions that are rounded.
+        stem: What they are rounded down to first.
+        differences: What they are measured from.
+        parts: The bases.
+        rivals: Other bases that describe what was seen as well, for the columns that have one.
+        unseen: Roundings, and the only answer that was seen to whether they pad.
+        steps: Multiples, and the only number of them that sides were seen to take.
+        left_out: Shape (sizes, columns): what is predicted for each size from the others.
+    """
+
+    structure: Structure
+    sides: tuple[str, ...]
+    stem: int
+    differences: Differences
+    parts: tuple[Part, ...]
+    rivals: tuple[Part, ...]
+    unseen: tuple[tuple[Tiling, bool], ...]
+    steps: Mapping[int, int]
+    left_out: Floats
+
+    def values_at(self, dims: Mapping[str, int]) -> Floats:
+        """What is predicted for some size, shape (columns,)."""
+        return self._summed(dims, self.parts)
+
+    def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
+        """By how much bases differ there that describe what was seen equally well, as a share of the size's peak.
+
+        Infinite where a rounding does something that was never seen, of which nobody knows what it takes.
+        """
+        if any(bool(tiling.pads([dims])[0]) is not seen for tiling, seen in self.unseen):
+            return float("inf")
+        if any(count_of([dims], self.sides, self.stem, each) != {count} for each, count in self.steps.items()):
+            return float("inf")
+        if not self.rivals:
+            return 0.0
+        both = np.stack([self._summed(dims, self.parts), self._summed(dims, (*self.parts, *self.rivals))])
+        one, other = self.structure.summary(np.maximum(both, 0.0))
+        return float(np.abs(one - other)[:2].max() / (one[0] + resident_bytes))
+
+    def _summed(self, dims: Mapping[str, int], parts: Sequence[Part]) -> Floats:
+        found = np.zeros((1, self.structure.columns))
+        for part in parts:
+            found[:, part.columns] = part.basis.design([dims]) @ part.coefficients
+        values: Floats = self.differences.summed(found)[0]
+        return values
+
+
+def fit_locally(
+    sizes: Sequence[Mapping[str, int]], values: Floats, structure: Structure, dims: Sequence[str], spare: Design
+) -> LocalFit | None:
+    """Fit every column by the simplest tiling that is exact.
+
+    Args:
+        sizes: What was measured.
+        values: Shape (sizes, columns).
+        structure: Whose columns.
+        dims: The dimensions that vary.
+        spare: Another basis, for columns that no tiling describes.
+
+    Returns:
+        None where too little follows from two sides like this.
+    """
+    sides = tuple(name for name in dims if name != "batch")
+    if not 1 <= len(sides) <= 2:
+        return None
+    sides = (sides[0], sides[-1])
+    scale = EXACT_SHARE * np.maximum(np.abs(values).max(axis=0), 1.0)
+    differences = Differences(structure)
+    targets = differences.of(values)
+    varying = np.flatnonzero(np.ptp(targets, axis=0) > scale)
+    batch = "batch" if "batch" in dims else None
+
+    def described(stem: int) -> int:
+        found, _ = _exact([_all_solved(next(tilings(sides, batch, stem)), sizes)], targets[:, varying], scale[varying])
+        return sum(each is not None for each in found)
+
+    stem = next((stem for stem in STEMS if described(stem) >= MANY * len(varying)), None)
+    if stem is None:
+        return None
+    steps = [_all_solved(step, sizes) for step in tilings(sides, batch, stem)]
+    chosen, rivals = _exact(steps, targets, scale)
+    # A moment that no tiling describes must not spoil those after it.
+    odd = {int(column) for column in differences.chain if chosen[column] is None}
+    if odd:
+        differences = Differences(structure, odd)
+        targets = differences.of(values)
+        chosen, rivals = _exact(steps, targets, scale)
+    exact = [solved.basis for solved in dict.fromkeys(chosen) if solved is not None]
+    left_out = targets.copy()
+    rest = [column for column, solved in enumerate(chosen) if solved is None]
+    simple = (*_all_solved([spare], sizes), *steps[0], *steps[1])
+    every = [solved for solved in simple if solved.free.min() > LEVERAGE]
+    if rest and not every:
+        return None
+    missing = [solved.residuals(targets[:, rest]) / solved.free[:, None] for solved in every]
+    best = np.argmin([np.abs(missed).max(axis=0) for missed in missing], axis=0) if rest else ()
+    for i, column in enumerate(rest):
+        chosen[column] = every[best[i]]
+        left_out[:, column] -= CHANCE * missing[best[i]][:, i]
+    counts = {multiple: count_of(sizes, sides, stem, multiple) for multiple in MULTIPLES}
+    return LocalFit(
+        structure,
+        sides,
+        stem,
+        differences,
+        _parts(chosen, targets),
+        _parts(rivals, targets),
+        _unseen(exact, sizes),
+        {multiple: min(count) for multiple, count in counts.items() if len(count) == 1},
+        differences.summed(left_out),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """Least squares in one basis.
+
+    Attributes:
+        basis: It.
+        orthogonal: Shape (sizes, features); spans what it can describe.
+        inverse: Shape (features, sizes); from values to coefficients.
+        free: Shape (sizes,); what each size, and those like it, leave to the others.
+    """
+
+    basis: Any
+    orthogonal: Floats
+    inverse: Floats
+    free: Floats
+
+    def residuals(self, targets: Floats) -> Floats:
+        """What it does not describe."""
+        found: Floats = targets - self.orthogonal @ (self.orthogonal.T @ targets)
+        return found
+
+
+def _all_solved(bases: Sequence[Design], sizes: Sequence[Mapping[str, int]]) -> list[_Solved]:
+    """Those that the sizes determine, with two to spare."""
+    found = []
+    for basis in bases:
+        design = basis.design(sizes)
+        scale = np.abs(design).max(axis=0)
+        if len(sizes) < design.shape[1] + 2 or not scale.all():
+            continue
+        design = design / scale
+        # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+        distinct, group, count = np.unique(design.round(9), axis=0, return_inverse=True, return_counts=True)
+        if len(distinct) < design.shape[1] + 2:
+            continue
+        if np.linalg.matrix_rank(design) < design.shape[1]:
+            continue
+        orthogonal, triangle = np.linalg.qr(design)
+        free = 1 - count[group.reshape(-1)] * (orthogonal**2).sum(axis=1)
+        found.append(_Solved(basis, orthogonal, np.linalg.solve(triangle, orthogonal.T) / scale[:, None], free))
+    return found
+
+
+def _exact(
+    steps: Sequence[Sequence[_Solved]], targets: Floats, scale: Floats
+) -> tuple[list[_Solved | None], list[_Solved | None]]:
+    """Of every column: the first basis that describes it exactly, and the last with as many features, if another."""
+    first: list[_Solved | None] = [None] * targets.shape[1]
+    last: list[_Solved | None] = [None] * targets.shape[1]
+    left = np.arange(targets.shape[1])
+    for step in steps:
+        for solved in step:
+            missed = np.abs(solved.residuals(targets[:, left])).max(axis=0, initial=0.0)
+            for column in left[missed <= scale[left]].tolist():
+                last[column] = None if first[column] is None else solved
+                first[column] = first[column] or solved
+        left = np.array([column for column in left if first[column] is None], dtype=np.intp)
+    return first, last
+
+
+def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tuple[tuple[Tiling, bool], ...]:
+    """Roundings that padded all sizes, or none: what the other kind takes was not seen."""
+    roundings = {(tiling.stem, tiling.fine, tiling.coarse) for tiling in exact}
+    if any(tiling.edges for tiling in exact):  # some blocks copy what they pad, so others may as well
+        roundings |= {(tiling.stem, 1, tiling.fine) for tiling in exact}
+    found = []
+    for stem, fine, coarse in roundings:
+        if fine != coarse:
+            tiling = Tiling(exact[0].sides, None, fine, coarse, stem=stem)
+            padded = tiling.pads(sizes)
+            if padded.all() or not padded.any():
+                found.append((tiling, bool(padded[0])))
+    return tuple(found)
+
+
+def _parts(chosen: Sequence[_Solved | None], targets: Floats) -> tuple[Part, ...]:
+    columns: dict[_Solved, list[int]] = {}
+    for column, solved in enumerate(chosen):
+        if solved is not None:
+            columns.setdefault(solved, []).append(column)
+    return tuple(
+        Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine])
+        for solved, mine in columns.items()
+    )

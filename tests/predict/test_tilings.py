@@ -1,0 +1,46 @@
+"""Surfaces of images whose sides are rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_mimose.predict.tilings import EDGES, Tiling, tilings
+
+SIDES = ("height", "width")
+
+
+def size(height: int, width: int, batch: int = 1) -> dict[str, int]:
+    """Of a batch of images."""
+    return {"batch": batch, "height": height, "width": width}
+
+
+@pytest.mark.parametrize(("multiple", "surface"), [(1, 33 * 50), (16, 48 * 64), (-16, 32 * 48)])
+def test_sides_are_rounded_up_or_down(multiple: int, surface: int) -> None:
+    """A convolution with padding rounds up, one without rounds down."""
+    features = Tiling(SIDES, None, multiple, multiple).design([size(33, 50)])
+    assert features.tolist() == [[1, surface]]
+
+
+@pytest.mark.parametrize("edges", EDGES)
+def test_what_pads_is_there_only_where_it_pads(edges: str) -> None:
+    """Images that are whole windows are not copied."""
+    tiling = Tiling(SIDES, None, 4, 16, edges)  # type: ignore[arg-type]
+    sizes = [size(32, 48), size(32, 49)]
+    assert tiling.pads(sizes).tolist() == [False, True]
+    once_more = tiling.design(sizes)[:, 3]
+    assert once_more.tolist() == [0, 32 * 52 if edges == "fine" else 32 * 64]
+
+
+def test_all_but_one_constant_goes_with_the_batch() -> None:
+    """Twice the images, twice the surface."""
+    tiling = Tiling(SIDES, "batch", 2, 8)
+    one, two = tiling.design([size(30, 30), size(30, 30, 2)])
+    assert np.array_equal(two[1:], 2 * one[1:])
+    assert one[0] == two[0] == 1
+
+
+def test_candidates_become_no_simpler() -> None:
+    """Those of one list have equally many features, those of the next have more."""
+    features = [{tiling.design([size(9, 9)]).shape[1] for tiling in step} for step in tilings(SIDES, None)]
+    assert features == [{2}, {3}, {4}]
