@@ -79,29 +79,34 @@ class LocalFit:
 
     def values_at(self, dims: Mapping[str, int]) -> Floats:
         """What is predicted for some size, shape (columns,)."""
-        return self._summed(dims, self.parts)
+        values: Floats = self.differences.summed(self._filled(dims, self.parts))[0]
+        return values
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
         """By how much bases differ there that describe what was seen equally well, as a share of the size's peak.
 
         Infinite where a rounding does something that was never seen, of which nobody knows what it takes.
         """
-        if any(bool(tiling.pads([dims])[0]) is not seen for tiling, seen in self.unseen):
+        if any(tiling.pads(dims) is not seen for tiling, seen in self.unseen):
             return float("inf")
         if any(count_of([dims], self.sides, self.stem, each) != {count} for each, count in self.steps.items()):
             return float("inf")
         if not self.rivals:
             return 0.0
-        both = np.stack([self._summed(dims, self.parts), self._summed(dims, (*self.parts, *self.rivals))])
-        one, other = self.structure.summary(np.maximum(both, 0.0))
+        both = self._filled(dims, self.parts).repeat(2, axis=0)
+        self._fill(both[1:], dims, self.rivals)
+        one, other = self.structure.summary(np.maximum(self.differences.summed(both), 0.0))
         return float(np.abs(one - other)[:2].max() / (one[0] + resident_bytes))
 
-    def _summed(self, dims: Mapping[str, int], parts: Sequence[Part]) -> Floats:
+    def _filled(self, dims: Mapping[str, int], parts: Sequence[Part]) -> Floats:
         found = np.zeros((1, self.structure.columns))
+        self._fill(found, dims, parts)
+        return found
+
+    @staticmethod
+    def _fill(found: Floats, dims: Mapping[str, int], parts: Sequence[Part]) -> None:
         for part in parts:
             found[:, part.columns] = part.basis.design([dims]) @ part.coefficients
-        values: Floats = self.differences.summed(found)[0]
-        return values
 
 
 def fit_locally(
@@ -221,8 +226,9 @@ def _exact(
     last: list[_Solved | None] = [None] * targets.shape[1]
     left = np.arange(targets.shape[1])
     for step in steps:
+        open_targets = targets[:, left]
         for solved in step:
-            missed = np.abs(solved.residuals(targets[:, left])).max(axis=0, initial=0.0)
+            missed = np.abs(solved.residuals(open_targets)).max(axis=0, initial=0.0)
             for column in left[missed <= scale[left]].tolist():
                 last[column] = None if first[column] is None else solved
                 first[column] = first[column] or solved
@@ -239,9 +245,9 @@ def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tupl
     for stem, fine, coarse in roundings:
         if fine != coarse:
             tiling = Tiling(exact[0].sides, None, fine, coarse, stem=stem)
-            padded = tiling.pads(sizes)
-            if padded.all() or not padded.any():
-                found.append((tiling, bool(padded[0])))
+            padded = {tiling.pads(dims) for dims in sizes}
+            if len(padded) == 1:
+                found.append((tiling, padded.pop()))
     return tuple(found)
 
 

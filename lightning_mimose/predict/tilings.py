@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -36,40 +37,40 @@ class Tiling:
     edges: Literal["fine", "coarse"] | None = None
     stem: int = 1
 
-    def design(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
-        """The features of some sizes, shape (sizes, features).
+    def features(self, dims: Mapping[str, int]) -> list[float]:
+        """The features of a size.
 
         Example:
-            >>> Tiling(("h", "w"), None, 2, 4, "fine").design([{"h": 6, "w": 8}, {"h": 8, "w": 8}]).tolist()
-            [[1.0, 48.0, 64.0, 48.0], [1.0, 64.0, 64.0, 0.0]]
+            >>> tiling = Tiling(("h", "w"), None, 2, 4, "fine")
+            >>> tiling.features({"h": 6, "w": 8}), tiling.features({"h": 8, "w": 8})
+            ([1.0, 48.0, 64.0, 48.0], [1.0, 64.0, 64.0, 0.0])
         """
-        values = self._sides_of(sizes)
-        surface = _rounded(values, self.fine).prod(axis=1)
-        features = [np.ones(len(values)), surface]
+        fine, coarse = self._surface(dims, self.fine), self._surface(dims, self.coarse)
+        found = [1.0, fine]
         if self.coarse != self.fine:
-            features.append(_rounded(values, self.coarse).prod(axis=1))
+            found.append(coarse)
         if self.edges is not None:
-            features.append(features[1 if self.edges == "fine" else 2] * self.pads(sizes))
-        block = np.stack(features, axis=1)
-        if self.batch is None:
-            return block
-        rows = np.array([[size[self.batch]] for size in sizes], dtype=np.float64)
-        return np.concatenate([np.ones((len(values), 1)), rows * block], axis=1)
+            found.append((fine if self.edges == "fine" else coarse) * self.pads(dims))
+        return found if self.batch is None else [1.0, *(dims[self.batch] * each for each in found)]
 
-    def pads(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.bool_]:
-        """Shape (sizes,): whether the coarse rounding adds anything to the fine one."""
-        padded: NDArray[np.bool_] = (_rounded(self._sides_of(sizes), self.fine) % self.coarse != 0).any(axis=1)
-        return padded
+    def design(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
+        """The features of some sizes, shape (sizes, features)."""
+        return np.array([self.features(dims) for dims in sizes])
 
-    def _sides_of(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
-        values = np.array([[size[name] for name in self.sides] for size in sizes], dtype=np.float64)
-        return _rounded(values, -self.stem)
+    def pads(self, dims: Mapping[str, int]) -> bool:
+        """Whether the coarse rounding adds anything to the fine one."""
+        return any(_rounded(side, self.fine) % self.coarse for side in self._sides_of(dims))
+
+    def _surface(self, dims: Mapping[str, int], multiple: int) -> float:
+        return float(prod(_rounded(side, multiple) for side in self._sides_of(dims)))
+
+    def _sides_of(self, dims: Mapping[str, int]) -> list[int]:
+        return [dims[name] // self.stem * self.stem for name in self.sides]
 
 
-def _rounded(values: NDArray[np.float64], multiple: int) -> NDArray[np.float64]:
-    """Up to a multiple, or down if it is negative: `ceil(v / -m) * -m` is `floor(v / m) * m`."""
-    found: NDArray[np.float64] = np.ceil(values / multiple) * multiple
-    return found
+def _rounded(side: int, multiple: int) -> int:
+    """Up to a multiple, or down if it is negative."""
+    return -(-side // multiple) * multiple
 
 
 def count_of(sizes: Sequence[Mapping[str, int]], sides: Sequence[str], stem: int, multiple: int) -> set[int]:
