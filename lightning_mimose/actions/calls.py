@@ -77,7 +77,7 @@ class _Calls:
         if session.watch is not None:
             session.watch.enters(name, args, kwargs)
         recorder, action = session.recorder, session.actions.get(name)
-        if action is None and name in session.strangers and not (session.inside or out_of_reach(name, session)):
+        if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
         if action is None and recorder is None and session.offloader is None and name not in session.tries:
             return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are

@@ -34,7 +34,7 @@ class Session:
         recorder: Records the units' calls, in the steps that learn.
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
-        strangers: Units that no step seen so far has called: they are recomputed if they are called all the same.
+        strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
         met: Those that this step has called.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
@@ -66,7 +66,7 @@ class Session:
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
-    met: list[str] = field(default_factory=list)
+    met: dict[str, str] = field(default_factory=dict)
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
+        self.compared, self.watch, self.strangers, self.met = False, None, strangers, {}
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
@@ -125,9 +125,11 @@ class Session:
             self.learning_steps -= 1
         self.given.clear()
 
-    def meet(self, name: str) -> str:
-        """A unit is called that no known step calls; returns what it is to do."""
-        self.met.append(name)
+    def meet(self, name: str) -> str | None:
+        """A unit is called that the plan knows nothing of; returns what it is to do."""
+        if name in self.refused:  # by an earlier call of this step
+            return None
+        self.met[name] = RECOMPUTE
         self.actions = {**self.actions, name: RECOMPUTE}
         return RECOMPUTE
 

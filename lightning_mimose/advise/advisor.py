@@ -110,9 +110,9 @@ class Advisor(Student):
         return Advice(plan, peak, hit, infeasible, proves)
 
     def actions_of(self, plan: Plan) -> tuple[dict[str, str], frozenset[str]]:
-        """The units of a plan that act, and those that it knows nothing of, for no step was seen to call them.
+        """The units of a plan that act, and those that it knows nothing of, of what the shelter recomputes.
 
-        The same objects whenever the plan is asked for again. Of the second kind only what the shelter recomputes.
+        The same objects whenever the plan is asked for again.
         """
         known = self._actions.get(id(plan))
         if known is None or known[0] is not plan:  # of an object before a copy was made
@@ -133,7 +133,10 @@ class Advisor(Student):
         """
         rounded = size.rounded_up()
         prediction = self.estimator.predict(dict(rounded.dims))
-        if rounded is not size and (prediction is None or not prediction.trusted):
+        if rounded is not size and prediction is not None and prediction.trusted:
+            if self.estimator.varies and self.estimator.has_habit(dict(rounded.dims)):
+                return size, self.estimator.predict(dict(size.dims))
+        elif rounded is not size:
             own = self.estimator.predict(dict(size.dims))
             if own is not None and (own.trusted or prediction is None):
                 return size, own

@@ -76,7 +76,7 @@ class Student(Forecast):
             self.estimator.distrust()
 
     def learn_strangers(self, size: BatchSize, missed_bytes: int) -> bool:
-        """Learn that a planned step called units that no step seen before has called: a path that is not known.
+        """Learn that a planned step called units that its plan knew nothing of: it took a path that was not expected.
 
         Args:
             size: The batch's size.

@@ -405,7 +405,9 @@ class Engine:
         step = self._step
         if step is None:
             return False
-        before = self.session.actions
+        before = {unit: action for unit, action in self.session.actions.items() if unit not in self.session.met}
+        if self.session.met:
+            self._lessons.of_strangers(step)
         self._metering.stop(step)
         step.in_backward, step.retried = False, True
         self._attachment.take_refusals()
@@ -414,7 +416,9 @@ class Engine:
             if step.advice.bounded:
                 self.advisor.bounds.refute()
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
-        step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)
+        step.actions, step.strangers = dict(self.advisor.shelter), frozenset()
+        if step.advice.plan is not None:
+            step.actions, step.strangers = self.advisor.actions_of(step.advice.plan)
         if leaner and step.actions == before:
             return False
         self.advisor.announce(

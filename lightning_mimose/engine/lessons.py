@@ -111,13 +111,13 @@ class Lessons:
             self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
 
     def of_strangers(self, step: Step) -> None:
-        """Learn that a planned step called units that no step seen before has called."""
+        """Learn that a planned step called units that its plan knew nothing of."""
         predicted, measured = step.advice.predicted_peak_bytes, step.measured_peak_bytes
-        missed = 0 if predicted is None or measured is None else measured - predicted
+        missed = 0 if predicted is None or measured is None or self._session.compared else measured - predicted
         if self._advisor.learn_strangers(step.size, missed):
             self._advisor.announce(
-                f"mimose: batch {step.batch_idx} called {_named(self._session.met)} for the first time; the next steps "
-                "are measured, to learn what that takes"
+                f"mimose: batch {step.batch_idx} called {_named(list(self._session.met))}, of which its plan knew "
+                "nothing; the next steps are measured, to learn what that takes"
             )
 
     def _count_unmeasured(self) -> None:
@@ -166,8 +166,8 @@ class Lessons:
                 )
             elif self._session.met:
                 known = unknown = (
-                    f"a plan that knew nothing of {_named(self._session.met)}, which no batch before had called. The "
-                    "next batches are measured, to learn what that takes."
+                    f"a plan that knew nothing of {_named(list(self._session.met))}, which was called all the same. "
+                    "The next batches are measured, to learn what that takes."
                 )
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "

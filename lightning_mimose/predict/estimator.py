@@ -152,6 +152,10 @@ class Estimator:
         self._measured_since.clear()
         self._proven.clear()
 
+    def has_habit(self, dims: Mapping[str, int]) -> bool:
+        """Whether a size always took one path, so that what is predicted for it holds for no other size."""
+        return self._habits.of(tuple(sorted(dims.items()))) is not None
+
     def unsettle(self, dims: Iterable[str]) -> bool:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self._waits.strange(tuple(sorted(dims)))
@@ -173,7 +177,8 @@ class Estimator:
         settled = self._waits.are_over(_names(key))
         habit = self._habits.of(key) if settled else None
         if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
-            paths = {path: each for path, each in paths.items() if path == habit or (each and each.trusted)}
+            here = {structure.path for structure, known in self._observed.items() if key in known}
+            paths = {path: each for path, each in paths.items() if path in here or (each and each.trusted)}
         first, *others = paths.values()
         if first is None or (settled and not others):
             return first
@@ -313,15 +318,16 @@ class Estimator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another estimator learnt."""
         self.varies = bool(state.get("varies", False))
+        paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
+            paths.append(structure.path)
             for key, values in entry["sizes"]:
                 self.add({name: int(value) for name, value in key}, structure, np.array(values, dtype=np.float64))
         for kind, left in state["waits"]:
             self._waits.left[tuple(kind)] = int(left)
         for number, key, steps in state["habits"]:
-            path = Structure.of(state["observed"][number]["structure"]).path
-            self._habits.steps[tuple((name, int(value)) for name, value in key)] = path, int(steps)
+            self._habits.steps[tuple((name, int(value)) for name, value in key)] = paths[number], int(steps)
 
 
 def _names(key: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from scipy.optimize import nnls
 from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.tilings import MULTIPLES
 
 LEAN_ERROR = 1e-3
 """Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
@@ -21,6 +21,8 @@ EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
+FEW_ODD = 2
+"""Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
 LEVERAGE = 1e-6
@@ -43,7 +45,8 @@ class Fit:
         inverse: Of the features' second moments: shape (features, features).
         leverage: The largest that any of the sizes has.
         local: What describes every column in a basis of its own, where that is better.
-        grains: Of the sides of images: what all that were seen are multiples of.
+        sides: The dimensions but the batch, where two vary: sides of images, as a rule.
+        grains: What all sizes that were seen have sides that are multiples of, or all but a few.
     """
 
     basis: Basis
@@ -57,7 +60,8 @@ class Fit:
     inverse: NDArray[np.float64]
     leverage: float
     local: LocalFit | None = None
-    grains: Mapping[str, int] = field(default_factory=dict)
+    sides: Sequence[str] = ()
+    grains: Sequence[int] = ()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -71,7 +75,7 @@ class Fit:
         it is infinite where one is not. Where the basis rounds up, it grows with the leverage, as if all of it were due
         to a wrong basis.
         """
-        if any(dims[name] % grain for name, grain in self.grains.items()):
+        if any(dims[name] % grain for name in self.sides for grain in self.grains):
             return float("inf")
         if self.local is not None:
             return max(self.error, self.local.error_at(dims, resident_bytes))
@@ -98,7 +102,7 @@ def best_fit(
     best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
         design = candidate.design(sizes)
-        check = _left_out(design, values, truth, structure, resident_bytes)
+        check = _left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
         if check.error < BETTER * best.error:
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
@@ -114,6 +118,7 @@ def best_fit(
     inverse = np.linalg.pinv(design.T @ design)
     names = sizes[0].keys()
     sides = [name for name in dims if name != "batch"]
+    sides = sides if len(sides) == 2 else []
     return Fit(
         basis,
         _solve(design, values),
@@ -126,7 +131,8 @@ def best_fit(
         inverse,
         float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
         local,
-        {name: gcd(*(size[name] for size in sizes)) for name in sides} if len(sides) == 2 else {},
+        sides,
+        [grain for grain in MULTIPLES if sum(any(size[name] % grain for name in sides) for size in sizes) <= FEW_ODD],
     )
 
 
@@ -153,6 +159,8 @@ def _left_out(
     truth: NDArray[np.float64],
     structure: Structure,
     resident_bytes: int,
+    *,
+    rounds: bool,
 ) -> _Check:
     """Predict each size from the others; `truth` is the summary of the values."""
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
@@ -190,8 +198,9 @@ def _left_out(
         return _UNCHECKED
     predicted = values[checked] - np.concatenate(missing)
     error = _error(predicted, truth[checked], structure, resident_bytes)
-    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless.
-    believed = (len(checked) == len(design) and not few) or error < EXACT_ERROR
+    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless, and only
+    # where nothing is rounded: else those sizes may be all that tells a rounding from another.
+    believed = (len(checked) == len(design) and not few) or (error < EXACT_ERROR and not rounds)
     return _Check(error, checked, predicted) if believed else _UNCHECKED
 
 

@@ -24,10 +24,14 @@ EXACT_SHARE = 1e-6
 """Share of a column's largest value by which an exact tiling may miss it."""
 MANY = 0.2
 """Share of the columns that single surfaces have to describe: where they describe fewer, it is no pyramid."""
+MOST = 0.6
+"""Share of them that any tilings have to."""
+ENOUGH = 500
+"""Columns that are looked at to see whether they are those of a pyramid."""
 CHANCE = 3.0
 """How much more columns that no tiling describes are missed than in the sizes left out: the best of so many is luck."""
 LEVERAGE = 1e-6
-"""What a size must leave to the others for them to say something of it: else a feature rests on it alone."""
+"""What a size must leave to the others for them to check it: else a feature rests on it alone."""
 
 
 class Design(Protocol):
@@ -44,11 +48,17 @@ class Part(NamedTuple):
         basis: Their features.
         columns: Which they are.
         coefficients: Shape (features, columns).
+        unchecked: Shape (features, directions); features along these rest on sizes that nothing checks.
     """
 
     basis: Design
     columns: NDArray[np.intp]
     coefficients: Floats
+    unchecked: Floats
+
+    def knows(self, dims: Mapping[str, int]) -> bool:
+        """Whether what is predicted for a size was checked on others."""
+        return not (np.abs(self.basis.design([dims]) @ self.unchecked) > LEVERAGE).any()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +93,14 @@ class LocalFit:
         return values
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
-        """By how much bases differ there that describe what was seen equally well, as a share of the size's peak.
+        """By how much two bases differ there that describe what was seen equally well, as a share of the size's peak.
 
-        Infinite where a rounding does something that was never seen, of which nobody knows what it takes.
+        The simplest ones with the finest and the coarsest roundings, in the peaks with everything kept and recomputed.
+
+        Infinite where a rounding does what was never seen, or once, so that nothing checks what is predicted.
         """
+        if not all(part.knows(dims) for part in self.parts):
+            return float("inf")
         if any(tiling.pads(dims) is not seen for tiling, seen in self.unseen):
             return float("inf")
         if any(count_of([dims], self.sides, self.stem, each) != {count} for each, count in self.steps.items()):
@@ -134,25 +148,32 @@ def fit_locally(
     varying = np.flatnonzero(np.ptp(targets, axis=0) > scale)
     batch = "batch" if "batch" in dims else None
 
+    some = varying[:: max(1, len(varying) // ENOUGH)]
+
     def described(stem: int) -> int:
-        found, _ = _exact([_all_solved(next(tilings(sides, batch, stem)), sizes)], targets[:, varying], scale[varying])
+        found, _ = _exact([_all_solved(next(tilings(sides, batch, stem)), sizes)], targets[:, some], scale[some])
         return sum(each is not None for each in found)
 
-    stem = next((stem for stem in STEMS if described(stem) >= MANY * len(varying)), None)
+    stem = next((stem for stem in STEMS if described(stem) >= MANY * len(some)), None)
     if stem is None:
         return None
     steps = [_all_solved(step, sizes) for step in tilings(sides, batch, stem)]
     chosen, rivals = _exact(steps, targets, scale)
+    if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
+        return None
     # A moment that no tiling describes must not spoil those after it.
     odd = {int(column) for column in differences.chain if chosen[column] is None}
     if odd:
-        differences = Differences(structure, odd)
+        before, differences = targets, Differences(structure, odd)
         targets = differences.of(values)
-        chosen, rivals = _exact(steps, targets, scale)
+        changed = np.flatnonzero((targets != before).any(axis=0))
+        again = _exact(steps, targets[:, changed], scale[changed])
+        for place, first, last in zip(changed.tolist(), *again, strict=True):
+            chosen[place], rivals[place] = first, last
     exact = [solved.basis for solved in dict.fromkeys(chosen) if solved is not None]
     left_out = targets.copy()
     rest = [column for column, solved in enumerate(chosen) if solved is None]
-    simple = (*_all_solved([spare], sizes), *steps[0], *steps[1])
+    simple = [*_all_solved([spare], sizes), *steps[0], *steps[1]]
     every = [solved for solved in simple if solved.free.min() > LEVERAGE]
     if rest and not every:
         return None
@@ -184,12 +205,14 @@ class _Solved:
         orthogonal: Shape (sizes, features); spans what it can describe.
         inverse: Shape (features, sizes); from values to coefficients.
         free: Shape (sizes,); what each size, and those like it, leave to the others.
+        unchecked: Shape (features, directions); features along these rest on sizes that nothing checks.
     """
 
     basis: Any
     orthogonal: Floats
     inverse: Floats
     free: Floats
+    unchecked: Floats
 
     def residuals(self, targets: Floats) -> Floats:
         """What it does not describe."""
@@ -206,34 +229,57 @@ def _all_solved(bases: Sequence[Design], sizes: Sequence[Mapping[str, int]]) -> 
         if len(sizes) < design.shape[1] + 2 or not scale.all():
             continue
         design = design / scale
-        # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
-        distinct, group, count = np.unique(design.round(9), axis=0, return_inverse=True, return_counts=True)
-        if len(distinct) < design.shape[1] + 2:
-            continue
         if np.linalg.matrix_rank(design) < design.shape[1]:
             continue
         orthogonal, triangle = np.linalg.qr(design)
-        free = 1 - count[group.reshape(-1)] * (orthogonal**2).sum(axis=1)
-        found.append(_Solved(basis, orthogonal, np.linalg.solve(triangle, orthogonal.T) / scale[:, None], free))
+        free = 1 - _like(design) * (orthogonal**2).sum(axis=1)
+        unchecked = _unchecked(design)
+        if unchecked is not None:
+            inverse = np.linalg.solve(triangle, orthogonal.T) / scale[:, None]
+            found.append(_Solved(basis, orthogonal, inverse, free, unchecked / scale[:, None]))
     return found
+
+
+def _like(design: Floats) -> NDArray[np.intp]:
+    """How many sizes have the same features: a portrait and its landscape must not vouch for each other."""
+    _, group, count = np.unique(design.round(9), axis=0, return_inverse=True, return_counts=True)
+    return count[group.reshape(-1)]
+
+
+def _unchecked(design: Floats) -> Floats | None:
+    """What no size checks, because it rests on one alone: shape (features, directions); None if nothing is checked."""
+    rows = design
+    while len(rows):
+        left, size, right = np.linalg.svd(rows, full_matrices=True)
+        rank = int((size > LEVERAGE * size[0]).sum())
+        like = _like(rows)
+        alone = like * (left[:, :rank] ** 2).sum(axis=1) >= 1 - LEVERAGE
+        if not alone.any():
+            return right[rank:].T if (1 / like).sum() > rank + 1.5 else None
+        rows = rows[~alone]
+    return None
 
 
 def _exact(
     steps: Sequence[Sequence[_Solved]], targets: Floats, scale: Floats
 ) -> tuple[list[_Solved | None], list[_Solved | None]]:
     """Of every column: the first basis that describes it exactly, and the last with as many features, if another."""
-    first: list[_Solved | None] = [None] * targets.shape[1]
-    last: list[_Solved | None] = [None] * targets.shape[1]
-    left = np.arange(targets.shape[1])
+    # Units that are alike have columns that are equal.
+    unique, which = np.unique(targets, axis=1, return_inverse=True)
+    which, close = which.reshape(-1), np.full(unique.shape[1], np.inf)
+    np.minimum.at(close, which, scale)
+    first: list[_Solved | None] = [None] * unique.shape[1]
+    last: list[_Solved | None] = [None] * unique.shape[1]
+    left = np.arange(unique.shape[1])
     for step in steps:
-        open_targets = targets[:, left]
+        open_targets = unique[:, left]
         for solved in step:
             missed = np.abs(solved.residuals(open_targets)).max(axis=0, initial=0.0)
-            for column in left[missed <= scale[left]].tolist():
+            for column in left[missed <= close[left]].tolist():
                 last[column] = None if first[column] is None else solved
                 first[column] = first[column] or solved
         left = np.array([column for column in left if first[column] is None], dtype=np.intp)
-    return first, last
+    return [first[i] for i in which], [last[i] for i in which]
 
 
 def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tuple[tuple[Tiling, bool], ...]:
@@ -257,6 +303,6 @@ def _parts(chosen: Sequence[_Solved | None], targets: Floats) -> tuple[Part, ...
         if solved is not None:
             columns.setdefault(solved, []).append(column)
     return tuple(
-        Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine])
+        Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine], solved.unchecked)
         for solved, mine in columns.items()
     )

@@ -78,19 +78,20 @@ class Waits:
         self.left[kind] = max(0, self.left[kind] - 1)
 
     def new(self, kind: tuple[str, ...], *, one_of_several: bool) -> None:
-        """A measured step took a new path; where it is not a part of it, another one still counts."""
+        """A measured step took a new path; of several, if a known one makes calls that it does not."""
         self._strange[kind] = 0
         self.left[kind] = SETTLED_AFTER if one_of_several else 0
 
     def strange(self, kind: tuple[str, ...]) -> bool:
         """A planned step took a new path, of which nothing is known but that; returns whether it is waited for.
 
-        It may be a rare one, which none of the waiting steps takes: the second, fourth, eighth time counts, and so on.
+        It may be a rare one, which none of the waiting steps takes: the second, fourth, eighth time counts, and so on,
+        and is waited for as much longer.
         """
         self._strange[kind] += 1
         waits = self._strange[kind].bit_count() == 1
         if waits:
-            self.left[kind] = SETTLED_AFTER
+            self.left[kind] = SETTLED_AFTER * self._strange[kind]
         return waits
 
 

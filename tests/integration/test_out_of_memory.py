@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mimose import DeviceMemoryError, Mimose, MimoseCallback
 from tests.helpers.blocks import BatchNormed, Net, data, everything, generators, seeded, train
 from tests.helpers.faults import STAGES, Faults, Faulty, LoggingTask
-from tests.helpers.models import loader, quiet_trainer
+from tests.helpers.models import Block, loader, quiet_trainer
 
 AREA = "Out of memory"
 LATE = (9, 13, 18)
@@ -188,3 +189,40 @@ def test_what_ran_out_is_planned_leaner() -> None:
         assert mimose.records[-1].retried
         after = mimose.plan(largest, int(mimose.plan(largest).predicted_peak_bytes * 1.01))
     assert len(after.choices) > len(before.choices)
+
+
+class Late(nn.Module):
+    """Calls blocks in some steps that no step before has called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.late = (nn.ModuleList(Block(32) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        """The mean square."""
+        for block in (*self.blocks, *(self.late if late else ())):
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def test_a_step_that_called_what_its_plan_does_not_know_is_tried_leaner_once() -> None:
+    """The most saving plan recomputes that, too: nothing is left to try after it."""
+    seeded()
+    model, calls = Late(), list[bool]()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        late = len(mimose.records) == 12
+        calls.append(late)
+        found: torch.Tensor = model(batch, late)
+        if late:
+            raise torch.OutOfMemoryError("the device says so")
+        return found
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss) as mimose:
+        for number in range(12):
+            mimose.step(torch.randn(4, 16 + 8 * (number % 4), 32))
+        assert not mimose.records[-1].actions
+        with pytest.raises(DeviceMemoryError, match="The most saving plan was in force already"):
+            mimose.step(torch.randn(4, 16, 32))
+    assert 2 <= sum(calls) <= 3

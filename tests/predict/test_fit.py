@@ -28,10 +28,12 @@ def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
     lengths = [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
     design = np.array([[1.0, n, n * n] for n in lengths])
     values = generator.uniform(1e6, 1e9, (len(lengths), structure.columns))
-    check = _left_out(design, values, structure.summary(values), structure, 0)
+    check = _left_out(design, values, structure.summary(values), structure, 0, rounds=False)
     assert sorted(check.checked) == list(range(len(lengths)))
     for row, found in zip(check.checked, check.predicted, strict=True):
         rest = [i for i, n in enumerate(lengths) if n != lengths[row]]
         alone = design[row] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
         np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-3)
-    assert _left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0).error == float("inf")
+    assert _left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0, rounds=False).error == float(
+        "inf"
+    )

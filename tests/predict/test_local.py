@@ -99,3 +99,10 @@ def test_sizes_that_were_all_rounded_alike_tell_nothing_of_others() -> None:
     assert missed(found, (160, 96)) < 0.005
     assert found.error_at(dims((152, 144)), RESIDENT_BYTES) > GOOD_ERROR
     assert missed(found, (152, 144)) > 0.01
+
+
+def test_two_odd_sizes_beside_whole_ones_are_not_enough() -> None:
+    """A fit goes through both, whatever it makes of others: they alone tell one rounding from another."""
+    found = fit(*WHOLE, (104, 112), (120, 104))
+    for size in ((112, 112), (136, 104), (144, 152)):
+        assert found.error_at(dims(size), RESIDENT_BYTES) > GOOD_ERROR

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.plan.heuristic import plan_heuristic
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.predict.paths import SETTLED_AFTER, joined
+from lightning_mimose.predict.paths import SETTLED_AFTER, Waits, joined
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, Timeline
 from tests.helpers.models import TinyText, text_batch
@@ -251,6 +251,37 @@ def test_what_is_waited_for_outlives_a_checkpoint() -> None:
         assert one is not None
         assert other is not None
         assert one.trusted is other.trusted is (steps > SETTLED_AFTER)
+
+
+@pytest.mark.parametrize("period", [2, 13, 16, 40])
+def test_a_path_that_comes_regularly_is_found(period: int) -> None:
+    """Also one that comes less often than steps wait at first (a regularisation every 16 steps)."""
+    waits, met = Waits(), 0
+    for number in range(10 * period):
+        rare = number % period == 0
+        if waits.are_over(("batch",)):
+            met += rare
+            if rare:
+                waits.strange(("batch",))
+        elif rare:
+            break
+        else:
+            waits.known(("batch",))
+    else:
+        pytest.fail(f"met {met} times, and never measured")
+
+
+def test_a_path_that_was_seen_at_a_size_counts_there_whatever_came_since() -> None:
+    """In steps of two shapes, so that nothing sure is known of it: that is no reason to forget it."""
+    estimator, tasks = of_own_sizes(SETTLED_AFTER + 2)
+    values = step(3)[1]
+    estimator.add(size(32), tasks[1], values * 320)
+    estimator.add(size(32), replace(tasks[1], old_gradient_bytes=5), values * 320)
+    for _ in range(SETTLED_AFTER):
+        estimator.add(size(32), tasks[0], values * 32)
+    found = estimator.predict(size(32))
+    assert found is not None
+    assert found.others or not found.trusted
 
 
 def test_batches_of_another_kind_settle_nothing() -> None:
