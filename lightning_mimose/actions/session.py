@@ -66,7 +66,7 @@ class Session:
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
-    met: dict[str, str] = field(default_factory=dict)
+    met: list[str] = field(default_factory=list)
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch, self.strangers, self.met = False, None, strangers, {}
+        self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
@@ -129,7 +129,7 @@ class Session:
         """A unit is called that the plan knows nothing of; returns what it is to do."""
         if name in self.refused:  # by an earlier call of this step
             return None
-        self.met[name] = RECOMPUTE
+        self.met.append(name)
         self.actions = {**self.actions, name: RECOMPUTE}
         return RECOMPUTE
 

@@ -109,18 +109,22 @@ class Advisor(Student):
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 
-    def actions_of(self, plan: Plan) -> tuple[dict[str, str], frozenset[str]]:
-        """The units of a plan that act, and those that it knows nothing of, of what the shelter recomputes.
+    def actions_of(self, plan: Plan) -> dict[str, str]:
+        """The units of a plan that act; the same dictionary whenever the plan is asked for again."""
+        return self._known_of(plan)[1]
 
-        The same objects whenever the plan is asked for again.
-        """
+    def strangers_to(self, plan: Plan) -> frozenset[str]:
+        """The units that a plan knows nothing of, of those that the shelter recomputes; remembered likewise."""
+        return self._known_of(plan)[2]
+
+    def _known_of(self, plan: Plan) -> tuple[Plan, dict[str, str], frozenset[str]]:
         known = self._actions.get(id(plan))
         if known is None or known[0] is not plan:  # of an object before a copy was made
             if len(self._actions) >= KNOWN_PLANS:
                 self._actions.clear()
             strangers = frozenset(self.shelter).difference(plan.units)
             known = self._actions[id(plan)] = plan, dict(plan.choices), strangers
-        return known[1:]
+        return known
 
     def _key(self, size: BatchSize) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
@@ -133,13 +137,13 @@ class Advisor(Student):
         """
         rounded = size.rounded_up()
         prediction = self.estimator.predict(dict(rounded.dims))
-        if rounded is not size and prediction is not None and prediction.trusted:
-            if self.estimator.varies and self.estimator.has_habit(dict(rounded.dims)):
-                return size, self.estimator.predict(dict(size.dims))
-        elif rounded is not size:
-            own = self.estimator.predict(dict(size.dims))
-            if own is not None and (own.trusted or prediction is None):
-                return size, own
+        trusted = prediction is not None and prediction.trusted
+        habitual = trusted and self.estimator.has_habit(dict(rounded.dims))
+        if rounded is size or (trusted and not habitual):
+            return rounded, prediction
+        own = self.estimator.predict(dict(size.dims))
+        if habitual or (own is not None and (own.trusted or prediction is None)):
+            return size, own
         return rounded, prediction
 
     def _announce(self) -> None:

@@ -224,7 +224,10 @@ class Engine:
 
     def _arm(self, step: Step) -> None:
         self._metering.arm(step)
-        self.session.arm(step.actions, None, step.strangers)
+        strangers: frozenset[str] = frozenset()
+        if step.advice.plan is not None and self.agreement is None:  # a rank recomputes nothing alone
+            strangers = self.advisor.strangers_to(step.advice.plan)
+        self.session.arm(step.actions, None, strangers)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:
@@ -416,9 +419,7 @@ class Engine:
             if step.advice.bounded:
                 self.advisor.bounds.refute()
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
-        step.actions, step.strangers = dict(self.advisor.shelter), frozenset()
-        if step.advice.plan is not None:
-            step.actions, step.strangers = self.advisor.actions_of(step.advice.plan)
+        step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)
         if leaner and step.actions == before:
             return False
         self.advisor.announce(

@@ -122,13 +122,10 @@ class Decisions:
             advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)
         elif error is not None:
             raise error
-        strangers: frozenset[str] = frozenset()
         if advice.plan is None:
             actions = advisor.shelter
         elif actions is None:
-            actions, strangers = advisor.actions_of(advice.plan)
-            if self.agreement is not None:
-                strangers = frozenset()  # what one rank alone knows nothing of, it does not recompute alone
+            actions = advisor.actions_of(advice.plan)
         known = resident_tensors(self._model, batch) if advice.plan is None else ()
         return Step(
             size,
@@ -142,5 +139,4 @@ class Decisions:
             accumulates,
             known,
             unfilled_bytes=ledger.unfilled_bytes(),
-            strangers=strangers,
         )

@@ -116,7 +116,7 @@ class Lessons:
         missed = 0 if predicted is None or measured is None or self._session.compared else measured - predicted
         if self._advisor.learn_strangers(step.size, missed):
             self._advisor.announce(
-                f"mimose: batch {step.batch_idx} called {_named(list(self._session.met))}, of which its plan knew "
+                f"mimose: batch {step.batch_idx} called {_named(self._session.met)}, of which its plan knew "
                 "nothing; the next steps are measured, to learn what that takes"
             )
 
@@ -166,7 +166,7 @@ class Lessons:
                 )
             elif self._session.met:
                 known = unknown = (
-                    f"a plan that knew nothing of {_named(list(self._session.met))}, which was called all the same. "
+                    f"a plan that knew nothing of {_named(self._session.met)}, which was called all the same. "
                     "The next batches are measured, to learn what that takes."
                 )
             warnings.warn(

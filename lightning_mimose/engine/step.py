@@ -39,7 +39,6 @@ class Step:
         retried: Whether it runs again after a failure.
         in_backward: Whether backward has begun.
         unfilled_bytes: Part of what counts as resident that is only reserved.
-        strangers: Units to be recomputed besides, should it call them: the plan knows nothing of them.
         evaluated_again: Whether the loss was evaluated again inside the update.
     """
 
@@ -63,7 +62,6 @@ class Step:
     retried: bool = False
     in_backward: bool = False
     unfilled_bytes: int = 0
-    strangers: frozenset[str] = frozenset()
     evaluated_again: bool = False
 
     @property

@@ -153,8 +153,8 @@ class Estimator:
         self._proven.clear()
 
     def has_habit(self, dims: Mapping[str, int]) -> bool:
-        """Whether a size always took one path, so that what is predicted for it holds for no other size."""
-        return self._habits.of(tuple(sorted(dims.items()))) is not None
+        """Whether a size always took one of several paths, so that what is predicted for it holds for no other size."""
+        return self.varies and self._habits.of(tuple(sorted(dims.items()))) is not None
 
     def unsettle(self, dims: Iterable[str]) -> bool:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
-from lightning_mimose.predict.local import LocalFit, fit_locally
+from lightning_mimose.predict.local import LEVERAGE, LocalFit, distinct_rows, fit_locally
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -25,8 +25,6 @@ FEW_ODD = 2
 """Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
-LEVERAGE = 1e-6
-"""A size that leaves less than this of itself to the others in a fit (it is far from all of them) is fitted without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +43,9 @@ class Fit:
         inverse: Of the features' second moments: shape (features, features).
         leverage: The largest that any of the sizes has.
         local: What describes every column in a basis of its own, where that is better.
-        sides: The dimensions but the batch, where two vary: sides of images, as a rule.
-        grains: What all sizes that were seen have sides that are multiples of, or all but a few.
+        sides: The dimensions that vary, but the batch.
+        grains: Where these are two (sides of images, as a rule): what they are multiples of in all sizes that were
+            seen, or in all but a few.
     """
 
     basis: Basis
@@ -60,8 +59,8 @@ class Fit:
     inverse: NDArray[np.float64]
     leverage: float
     local: LocalFit | None = None
-    sides: Sequence[str] = ()
-    grains: Sequence[int] = ()
+    sides: tuple[str, ...] = ()
+    grains: tuple[int, ...] = ()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -107,18 +106,18 @@ def best_fit(
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
-    local = None
-    if best.error > EXACT_ERROR:
-        local = fit_locally(sizes, values, structure, dims, basis)
-        if local is not None:
-            check = _Check(_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out)
-            sure = check.error <= EXACT_ERROR or len(sizes) >= MANY_SIZES
-            local, best = (local, check) if sure and check.error < BETTER * best.error else (None, best)
+    local = fit_locally(sizes, values, structure, dims, basis) if best.error > EXACT_ERROR else None
+    if local is not None:
+        check = _Check(_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out)
+        sure = check.error <= EXACT_ERROR or len(sizes) >= MANY_SIZES
+        if sure and check.error < BETTER * best.error:
+            best = check
+        else:
+            local = None
     design = basis.design(sizes)
     inverse = np.linalg.pinv(design.T @ design)
     names = sizes[0].keys()
-    sides = [name for name in dims if name != "batch"]
-    sides = sides if len(sides) == 2 else []
+    sides = tuple(name for name in dims if name != "batch")
     return Fit(
         basis,
         _solve(design, values),
@@ -132,8 +131,14 @@ def best_fit(
         float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
         local,
         sides,
-        [grain for grain in MULTIPLES if sum(any(size[name] % grain for name in sides) for size in sizes) <= FEW_ODD],
+        _grains(sizes, sides) if len(sides) == 2 else (),
     )
+
+
+def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[int, ...]:
+    """What the sides of all sizes are multiples of, or of all but a few."""
+    odd = {grain: sum(any(size[name] % grain for name in sides) for size in sizes) for grain in MULTIPLES}
+    return tuple(grain for grain, count in odd.items() if count <= FEW_ODD)
 
 
 class _Check(NamedTuple):
@@ -164,12 +169,10 @@ def _left_out(
 ) -> _Check:
     """Predict each size from the others; `truth` is the summary of the values."""
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
-    # Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
     features = design.shape[1]
     if len(design) < features + (1 if features == 2 else 2):
         return _UNCHECKED
-    distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
-    group = group.reshape(-1)
+    distinct, group = distinct_rows(design)
     few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
     if len(distinct) < features + 2 and not few:
         return _UNCHECKED

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.differences import Differences
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Tiling, count_of, tilings
+from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Tiling, tilings
 
 Floats = NDArray[np.float64]
 
@@ -67,24 +67,20 @@ class LocalFit:
 
     Attributes:
         structure: Whose columns.
-        sides: Names of the dimensions that are rounded.
-        stem: What they are rounded down to first.
         differences: What they are measured from.
         parts: The bases.
         rivals: Other bases that describe what was seen as well, for the columns that have one.
         unseen: Roundings, and the only answer that was seen to whether they pad.
-        steps: Multiples, and the only number of them that sides were seen to take.
+        steps: Roundings, and the only number of multiples that sides were seen to take.
         left_out: Shape (sizes, columns): what is predicted for each size from the others.
     """
 
     structure: Structure
-    sides: tuple[str, ...]
-    stem: int
     differences: Differences
     parts: tuple[Part, ...]
     rivals: tuple[Part, ...]
     unseen: tuple[tuple[Tiling, bool], ...]
-    steps: Mapping[int, int]
+    steps: tuple[tuple[Tiling, set[int]], ...]
     left_out: Floats
 
     def values_at(self, dims: Mapping[str, int]) -> Floats:
@@ -103,7 +99,7 @@ class LocalFit:
             return float("inf")
         if any(tiling.pads(dims) is not seen for tiling, seen in self.unseen):
             return float("inf")
-        if any(count_of([dims], self.sides, self.stem, each) != {count} for each, count in self.steps.items()):
+        if any(tiling.counts(dims) != count for tiling, count in self.steps):
             return float("inf")
         if not self.rivals:
             return 0.0
@@ -147,7 +143,6 @@ def fit_locally(
     targets = differences.of(values)
     varying = np.flatnonzero(np.ptp(targets, axis=0) > scale)
     batch = "batch" if "batch" in dims else None
-
     some = varying[:: max(1, len(varying) // ENOUGH)]
 
     def described(stem: int) -> int:
@@ -182,16 +177,15 @@ def fit_locally(
     for i, column in enumerate(rest):
         chosen[column] = every[best[i]]
         left_out[:, column] -= CHANCE * missing[best[i]][:, i]
-    counts = {multiple: count_of(sizes, sides, stem, multiple) for multiple in MULTIPLES}
+    roundings = [Tiling(sides, None, multiple, multiple, stem=stem) for multiple in MULTIPLES]
+    counts = [(tiling, set().union(*map(tiling.counts, sizes))) for tiling in roundings]
     return LocalFit(
         structure,
-        sides,
-        stem,
         differences,
         _parts(chosen, targets),
         _parts(rivals, targets),
         _unseen(exact, sizes),
-        {multiple: min(count) for multiple, count in counts.items() if len(count) == 1},
+        tuple((tiling, count) for tiling, count in counts if len(count) == 1),
         differences.summed(left_out),
     )
 
@@ -229,21 +223,40 @@ def _all_solved(bases: Sequence[Design], sizes: Sequence[Mapping[str, int]]) -> 
         if len(sizes) < design.shape[1] + 2 or not scale.all():
             continue
         design = design / scale
-        if np.linalg.matrix_rank(design) < design.shape[1]:
+        orthogonal, size, right = np.linalg.svd(design, full_matrices=False)
+        if size[-1] <= size[0] * len(sizes) * np.finfo(np.float64).eps:
             continue
-        orthogonal, triangle = np.linalg.qr(design)
-        free = 1 - _like(design) * (orthogonal**2).sum(axis=1)
-        unchecked = _unchecked(design)
+        like = _like(design)
+        free = 1 - like * (orthogonal**2).sum(axis=1)
+        unchecked: Floats | None
+        if free.min() > LEVERAGE and size[-1] > LEVERAGE * size[0]:  # as nearly always, and what it would say then
+            unchecked = np.zeros((len(size), 0)) if _spares(like, len(size)) else None
+        else:
+            unchecked = _unchecked(design)
         if unchecked is not None:
-            inverse = np.linalg.solve(triangle, orthogonal.T) / scale[:, None]
+            inverse = (right.T / size) @ orthogonal.T / scale[:, None]
             found.append(_Solved(basis, orthogonal, inverse, free, unchecked / scale[:, None]))
     return found
 
 
+def distinct_rows(design: Floats) -> tuple[Floats, NDArray[np.intp]]:
+    """The features that differ, and of each size which of them it has.
+
+    Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
+    """
+    distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
+    return distinct, group.reshape(-1)
+
+
 def _like(design: Floats) -> NDArray[np.intp]:
-    """How many sizes have the same features: a portrait and its landscape must not vouch for each other."""
-    _, group, count = np.unique(design.round(9), axis=0, return_inverse=True, return_counts=True)
-    return count[group.reshape(-1)]
+    """How many sizes have the same features as each."""
+    _, group = distinct_rows(design)
+    return np.bincount(group)[group]
+
+
+def _spares(like: NDArray[np.intp], features: int) -> bool:
+    """Whether two different sizes more than there are features were seen."""
+    return bool((1 / like).sum() > features + 1.5)
 
 
 def _unchecked(design: Floats) -> Floats | None:
@@ -255,7 +268,7 @@ def _unchecked(design: Floats) -> Floats | None:
         like = _like(rows)
         alone = like * (left[:, :rank] ** 2).sum(axis=1) >= 1 - LEVERAGE
         if not alone.any():
-            return right[rank:].T if (1 / like).sum() > rank + 1.5 else None
+            return right[rank:].T if _spares(like, rank) else None
         rows = rows[~alone]
     return None
 

@@ -61,6 +61,15 @@ class Tiling:
         """Whether the coarse rounding adds anything to the fine one."""
         return any(_rounded(side, self.fine) % self.coarse for side in self._sides_of(dims))
 
+    def counts(self, dims: Mapping[str, int]) -> set[int]:
+        """How many multiples of the coarse rounding the sides take.
+
+        Example:
+            >>> Tiling(("h", "w"), None, 224, 224).counts({"h": 227, "w": 449})
+            {2, 3}
+        """
+        return {_rounded(side, self.coarse) // self.coarse for side in self._sides_of(dims)}
+
     def _surface(self, dims: Mapping[str, int], multiple: int) -> float:
         return float(prod(_rounded(side, multiple) for side in self._sides_of(dims)))
 
@@ -71,16 +80,6 @@ class Tiling:
 def _rounded(side: int, multiple: int) -> int:
     """Up to a multiple, or down if it is negative."""
     return -(-side // multiple) * multiple
-
-
-def count_of(sizes: Sequence[Mapping[str, int]], sides: Sequence[str], stem: int, multiple: int) -> set[int]:
-    """How many multiples the sides of some sizes take, rounded up.
-
-    Example:
-        >>> count_of([{"h": 227, "w": 448}], ("h", "w"), 4, 224), count_of([{"h": 227, "w": 449}], ("h", "w"), 1, 224)
-        ({1, 2}, {2, 3})
-    """
-    return {-(-(size[name] // stem * stem) // multiple) for size in sizes for name in sides}
 
 
 def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1) -> Iterator[list[Tiling]]:
