@@ -74,8 +74,6 @@ class _Calls:
             return original(*args, **kwargs)
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)
-        if session.watch is not None:
-            session.watch.enters(name, args, kwargs)
         recorder, action = session.recorder, session.actions.get(name)
         if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
@@ -287,6 +285,7 @@ class _Calls:
         region: Region | None = None
         observer: RegionObserver | None = None
         if recorder is not None:
+            leaves[:] = recorder.inputs.of(leaves)
             survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():

@@ -13,7 +13,6 @@ from lightning_mimose.menu import CHUNKS, GRADES, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
@@ -33,8 +32,6 @@ FAR_REACH = 1.5
 """How much larger one may be at all before it is measured in shelter."""
 LEAN_REACH_ERROR = 0.1
 """Share of the peak by which a lean step may be mispredicted for every doubling of its size beyond that."""
-DYING_INPUTS_ERROR = 0.004
-"""Share of the peak by which a step may be mispredicted in which inputs die early (T5's) and units are kept lean."""
 KNOWN_VIEWS = 8
 """Sizes whose whole timelines are remembered, for a budget that is shared."""
 KNOWN_PEAKS = 256
@@ -76,7 +73,6 @@ class Forecast:
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.resident = Resident(0, 0, True, 0)
         self.misses = Misses()
-        self._fates = Fates()
         self._actual_peaks: dict[Any, int] = {}
         self._views: dict[tuple[BatchSize, Resident], StepView] = {}
 
@@ -122,15 +118,13 @@ class Forecast:
         )
         return self.timeline_of(prediction, resident), prediction
 
-    def timeline_of(self, prediction: Prediction, resident: Resident, fates: Fates | None = None) -> Timeline:
-        """The timeline of a predicted step beside what is resident; `fates` of inputs are those that are known."""
+    def timeline_of(self, prediction: Prediction, resident: Resident) -> Timeline:
+        """The timeline of a predicted step beside what is resident."""
         left_out = self.left_out.union(*(each.structure.unsteady for each in (prediction, *prediction.others)))
-        paths = [self._on_path(each, resident, fates, left_out) for each in (prediction, *prediction.others)]
+        paths = [self._on_path(each, resident, left_out) for each in (prediction, *prediction.others)]
         return joined(paths).only(lambda _, action: action not in prediction.doubtful)
 
-    def _on_path(
-        self, prediction: Prediction, resident: Resident, fates: Fates | None, left_out: Collection[str]
-    ) -> Timeline:
+    def _on_path(self, prediction: Prediction, resident: Resident, left_out: Collection[str]) -> Timeline:
         return assemble(
             prediction.structure,
             prediction.values,
@@ -138,7 +132,6 @@ class Forecast:
             seconds_per_operation=self.estimator.seconds_per_operation(),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(left_out),
-            fates=self._fates if fates is None else fates,
             extras=self._extras(prediction),
         )
 
@@ -161,10 +154,8 @@ class Forecast:
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
-        # Lean saves let some inputs go earlier than at the end that was seen.
-        unsure = DYING_INPUTS_ERROR if self._fates.any_dies and set(self.actions) & set(GRADES) else 0.0
         passes = max(each.structure.passes for each in (prediction, *prediction.others))
-        error = max(prediction.error, unsure, SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
+        error = max(prediction.error, SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self.misses.kept_free_bytes

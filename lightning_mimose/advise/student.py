@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
@@ -10,12 +10,11 @@ from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
 from lightning_mimose.menu import GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 8
+STATE_VERSION = 9
 
 
 class Student(Forecast):
@@ -25,7 +24,6 @@ class Student(Forecast):
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
         self.misses.fade()  # no planned step may be left to show that less will do
         self.estimator.add(dict(size.dims), observation.structure, observation.values)
-        self._fates.learn_held(observation.structure)
         self._forget_plans()
 
     def verify(
@@ -35,8 +33,6 @@ class Student(Forecast):
         plan: Plan,
         predicted_bytes: int,
         measured_bytes: int,
-        *,
-        anew: bool = False,
     ) -> None:
         """Compare a planned step with its prediction; what was missing is kept free from now on.
 
@@ -46,20 +42,8 @@ class Student(Forecast):
             plan: The plan that was in force.
             predicted_bytes: Its predicted peak.
             measured_bytes: The peak that was measured.
-            anew: Whether inputs turned out to die otherwise since, so that it would be predicted otherwise.
         """
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
-        if anew and prediction is not None:
-            predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
-        if self._fates.any_dies and prediction is not None:
-
-            def early(fates: Fates) -> int:
-                return self.timeline_of(prediction, resident, fates).peak_bytes(actions)
-
-            tolerated = int(MISSED_SHARE / 4 * measured_bytes)
-            predicted_bytes, news = self._fates.judge(predicted_bytes, measured_bytes, tolerated, early)
-            if news:
-                self._forget_plans()
         self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         calls = prediction.structure.calls if prediction is not None else ()
@@ -91,27 +75,6 @@ class Student(Forecast):
             self._forget_plans()
         return waits
 
-    def learn_inputs(
-        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
-    ) -> bool:
-        """Learn which inputs die early, from a planned step's forward.
-
-        Args:
-            size: The batch's size.
-            actions: Unit -> what it did.
-            fates: What became of the units' inputs, see `InputWatch.fates`.
-
-        Returns:
-            Whether that is news: plans that were made before are dropped.
-        """
-        prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None:
-            return False
-        news = self._fates.learn_from(fates, prediction.structure, actions, GRADES)
-        if news:
-            self._forget_plans()
-        return news
-
     def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
         """The device had less than was planned with: keep a share of the budget free for a while."""
         if predicted_bytes is not None:
@@ -127,7 +90,6 @@ class Student(Forecast):
         """What is trained has changed: nothing that was measured before holds any more."""
         self.estimator = Estimator()
         self._forget_plans()
-        self._fates = Fates()
 
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""
@@ -160,7 +122,6 @@ class Student(Forecast):
             "tracker": self.tracker.state_dict(),
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self.misses.surplus_bytes,
-            "fates": self._fates.state_dict(),
             "refused": dict(self.refused),
         }
 
@@ -171,6 +132,5 @@ class Student(Forecast):
         self.tracker.load_state_dict(state["tracker"])
         self.estimator.load_state_dict(state["estimator"])
         self.misses.surplus_bytes = int(state["surplus_bytes"])
-        self._fates.load_state_dict(state["fates"])
         self.refused = dict(state.get("refused", {}))
         return True

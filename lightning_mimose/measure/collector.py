@@ -22,10 +22,12 @@ from lightning_mimose.measure.cycles import Cycles
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
+from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, LET_GO, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import storages_in
+from lightning_mimose.predict.shapes import NEVER
 
 Left = Mapping[tuple[int, str], torch.Tensor]
 """Activations that a call has left as attributes, by identity of the module and name."""
@@ -44,6 +46,7 @@ class StepRecorder:
 
     Attributes:
         replays: The step's recomputations.
+        inputs: What regions hold of what they are given.
     """
 
     def __init__(
@@ -67,6 +70,16 @@ class StepRecorder:
         self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
         self._cycles = Cycles()
+        recorder = weakref.ref(self)
+
+        def let_go(number: int, now: bool) -> None:
+            live = recorder()
+            # What is in a cycle goes whenever Python looks for those: others hold it as long as they like.
+            if live is not None and not live._curve.over and not live._cycles.searching:
+                live._let_go(number, now=now)
+
+        self.inputs = StandIns(self._storages, let_go)
+        self._ends: dict[int, int] = {}
 
     # --- the step ---------------------------------------------------------------------------------------------
 
@@ -81,6 +94,7 @@ class StepRecorder:
         Units' outputs that are alive now are held by somebody. What operations outside regions saved is read off
         the graph of `loss`: a storage that only regions hold would be free if they were kept.
         """
+        self.inputs.look()
         for call, number, storage in self._outputs:
             if storage() is not None:
                 call.held.add(number)
@@ -127,6 +141,7 @@ class StepRecorder:
             if call.is_unseen:
                 call.saved = dict(call.packed)
         measured = self._curve.stop()
+        self.inputs.close()
         self._storages.clear()
         self._outputs.clear()
         if measured is None:
@@ -141,6 +156,7 @@ class StepRecorder:
             self.replays.passes_apart,
             measured.pieces,
             self._outlived,
+            {number: self._ends.get(number, NEVER) for number in self.inputs.followed},
         )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
@@ -164,6 +180,7 @@ class StepRecorder:
     def enter(self, unit: str, action: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Begin a call in forward."""
         self.replays.forward_goes_on()
+        self.inputs.look()
         occurrence = self._occurrences.get(unit, 0)
         self._occurrences[unit] = occurrence + 1
         call = Call(unit, occurrence, self._stack[-1] if self._stack else None, action)
@@ -175,12 +192,14 @@ class StepRecorder:
 
     def leave(self, call: Call, out: Any, left: Left = NOTHING_LEFT) -> None:
         """End a call in forward, and mark the moment its backward begins."""
+        self.inputs.look()
         call.marks["out"] = self.mark(call.key, "out")
         recorder = weakref.ref(self)
 
         def begins(_: Any) -> None:
             live = recorder()
             if live is not None and "backward" not in call.marks:
+                live.inputs.look()
                 call.marks["backward"] = live.mark(call.key, "backward")
 
         for leaf in tree_leaves(out):
@@ -192,6 +211,16 @@ class StepRecorder:
                     leaf.grad_fn.register_prehook(begins)
         for place, tensor in left.items():
             call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensor)]
+
+    def _let_go(self, number: int, *, now: bool) -> None:
+        """Nobody but regions holds something that they were given; since the last look, or just now.
+
+        Then the interval is cut there; not in backward, nor in the forward of a region, which tell nothing of a forward
+        that keeps everything.
+        """
+        self._ends[number] = self._curve.latest
+        if now and not self.replays.in_backward and all(call.action != RECOMPUTE for call in self._stack):
+            self._curve.cut("", LET_GO, number)
 
     def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
         number, recorder = self._storages.number(storage), weakref.ref(self)

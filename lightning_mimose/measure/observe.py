@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
+from lightning_mimose.measure.loose import loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
-from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
+from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
 from lightning_mimose.predict.structure import Structure
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
@@ -176,7 +177,9 @@ def observe(
             )
         )
     units = tuple(dict.fromkeys(call.unit for call in trace.calls))
-    loose = _loose(trace, region_of, list(shapes), shapes, columns)
+    inputs = loose_inputs(trace)
+    loose = loose_shapes(trace, inputs, region_of, list(shapes), columns.add)
+    place = {number: i for i, number in enumerate(inputs)}
     structure = Structure(
         units=units,
         parents=_parents(units, trace.calls),
@@ -195,6 +198,7 @@ def observe(
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
                 items=len(call.items or ()),
                 lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
+                borrowed=tuple(sorted(place[n] for n in spared[id(call)][grade].arguments if n in place)),
             )
             for call in surveyed
             for grade, action in enumerate(grades)
@@ -257,36 +261,3 @@ def _dropped_per_interval(
         dropped[out:end] += saved[id(call)]
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped
-
-
-def _loose(
-    trace: StepTrace, region_of: dict[int, Call], order: list[int], shapes: dict[int, CallShape], columns: _Columns
-) -> tuple[LooseShape, ...]:
-    """Inputs of calls that nothing would hold in backward if every call were kept."""
-    held = set(trace.saved_between)
-    for call in trace.calls:
-        held |= call.saved.keys()
-    for call in trace.calls:
-        # An operation that saves its own result holds what the call returned.
-        held |= {given for given, kept in call.pairs if kept in held}
-    index = {number: i for i, number in enumerate(order)}
-    sizes: dict[int, int] = {}
-    holders: dict[int, list[Call]] = {}
-    for call in trace.calls:
-        if "backward" in call.marks:
-            for number, size in call.inputs.items():
-                if number not in held:
-                    sizes[number] = size
-                    holders.setdefault(number, []).append(call)
-    found = []
-    for number, calls in holders.items():
-        regions = [c.marks["backward"] for c in calls if c is region_of[id(c)] and "again" in c.marks]
-        found.append(
-            LooseShape(
-                size=columns.add(sizes[number]),
-                holders=tuple(sorted((index[id(c)] for c in calls), key=lambda i: -shapes[order[i]].backward_time)),
-                until_time=max(regions, default=-1),
-                outlives=number in trace.outlived,
-            )
-        )
-    return tuple(found)

@@ -17,12 +17,14 @@ class Savings:
         gain_bytes: What is spared between forward and backward.
         lent_bytes: Of that, what others hold as well for a while, see `lent.Lent`.
         work: What rebuilding costs, in floating-point operations.
+        arguments: Storage ids of what the call was given, and has to keep for it.
         peak_bytes: Index of a mark in the region's recomputation or backward -> peak of its interval.
     """
 
     gain_bytes: int
     lent_bytes: int
     work: float
+    arguments: frozenset[int]
     peak_bytes: dict[int, int]
 
 
@@ -85,5 +87,6 @@ def _of_grade(
         sum(item.gain_bytes for item in kept),
         sum(item.gain_bytes for item in kept if item.is_cached or item.storage in lent),
         sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
+        frozenset(each for item, is_lean in zip(items, lean, strict=True) if is_lean for each in item.arguments),
         peaks,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -111,6 +112,7 @@ class LeanItem:
         also: Items that are rebuilt on the way, and stay until they are used themselves.
         is_cached: Whether autocast's cache holds it too, while that lasts.
         held_bytes: What the other form takes; it is made while the storage is still there.
+        arguments: Storage ids of what the call was given, and has to keep for it.
     """
 
     storage: int
@@ -121,11 +123,12 @@ class LeanItem:
     also: tuple[int, ...] = ()
     is_cached: bool = False
     held_bytes: int = 0
+    arguments: tuple[int, ...] = ()
 
 
-DIES, IS_USED, IS_GONE = "dies", "is used", "is gone"
-"""What happens to an item: its forward lets go of it, backward asks for it. And to what a region returned or would have
-saved, by the id of its storage: nobody holds it any more."""
+DIES, IS_USED, IS_GONE, LET_GO = "dies", "is used", "is gone", "is let go of"
+"""What happens to an item: its forward lets go of it, backward asks for it. To what a region returned or would have
+saved, by the id of its storage: nobody holds it any more. And to inputs: nobody but regions does."""
 
 
 Event: TypeAlias = tuple[str, str, int]
@@ -174,6 +177,8 @@ class StepTrace:
             graph, or one in the midst of the forward.
         pieces: The intervals cut at events, in order of time.
         outlived: Storage ids that were there when backward was over.
+        let_go: Ids of storages of which it would be seen when only the regions that were given them are left to hold
+            them -> the interval in which that happened; `NEVER` if others held them longer.
     """
 
     calls: tuple[Call, ...]
@@ -185,6 +190,7 @@ class StepTrace:
     passes_apart: bool = False
     pieces: tuple[Piece, ...] = ()
     outlived: frozenset[int] = frozenset()
+    let_go: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def ends(self) -> dict[Event, int]:

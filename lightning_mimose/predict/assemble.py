@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
-from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
 from lightning_mimose.predict.structure import Structure
@@ -28,8 +27,6 @@ REGION_SECONDS = 1e-4
 
 GRADE_INSIDE = GRADES[ATTENTION - 1]
 """Of lean saves in a unit that is recomputed leanly."""
-BORROWING = GRADES[ATTENTION - 1 :]
-"""Grades of lean saves that may rebuild from a unit's arguments (masks), and so keep them alive."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ def assemble(
     seconds_per_operation: float,
     minimum_share: float,
     left_out: frozenset[str] = frozenset(),
-    fates: Fates | None = None,
     extras: Extras | None = None,
 ) -> Timeline:
     """Assemble the timeline of one step.
@@ -80,7 +76,6 @@ def assemble(
         seconds_per_operation: Rate at which this device recomputes.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
-        fates: Which inputs that nothing holds die in forward; without it all are taken to live until backward.
         extras: What else may be planned.
     """
     extras = extras or Extras()
@@ -93,7 +88,7 @@ def assemble(
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
-    return assembly.timeline(Fates() if fates is None else fates)
+    return assembly.timeline()
 
 
 class _Assembly(Rows):
@@ -157,8 +152,7 @@ class _Assembly(Rows):
             if spared < enough or unit in self.left_out or len(shapes) != len(self.calls_of[unit]):
                 continue
             before[unit] = spared
-            if action in BORROWING:
-                self.borrows += [(len(self.options), call_of[i]) for i in shapes]
+            self.borrows += [(len(self.options), n, call_of[i]) for i in shapes for n in structure.lean[i].borrowed]
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
             looking = LOOK_SECONDS * sum(structure.lean[i].items for i in shapes)

@@ -117,7 +117,9 @@ class Estimator:
                 rest = {k: values for k, values in self._observed.pop(other).items() if _names(k) != names}
                 if rest:
                     self._observed[other] = rest
-        known = self._observed.setdefault(structure, {})
+        # As the latest step has it what others held, and until when: they may have held on to the first batch's.
+        known = self._observed.pop(structure, {})
+        self._observed[structure] = known
         known.pop(key, None)
         known[key] = values
         if len(self) < self._enough:
@@ -133,8 +135,10 @@ class Estimator:
             inner = (k for k in like if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, like[0]))
         # The very object that is a key: comparing two equal ones takes milliseconds.
-        self._latest.pop(names, None)
-        self._latest[names], self._rate = next(s for s in self._observed if s == structure), None
+        self._latest = {
+            each: structure if other == structure else other for each, other in self._latest.items() if each != names
+        }
+        self._latest[names], self._rate = structure, None
         self._fits.clear()
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.fates import Fates
-from lightning_mimose.predict.shapes import NEVER, LooseShape, Resident
+from lightning_mimose.predict.shapes import LooseShape, Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
@@ -74,8 +72,8 @@ class Rows:
         )
         self.runs_again: list[tuple[int, int, int]] = []
         """(option, call, what its recomputation takes)."""
-        self.borrows: list[tuple[int, int]] = []
-        """(option, call) that keeps the call's arguments alive besides those that run again."""
+        self.borrows: list[tuple[int, int, int]] = []
+        """(option, loose storage, call) that keeps one of the call's arguments alive, besides those that run again."""
 
     def _add(self, unit: int, action: str, operations: float, seconds: float = 0.0) -> None:
         self.options.append(Option(unit, action, operations * self.seconds_per_operation + seconds))
@@ -121,7 +119,7 @@ class Rows:
             if saved_bytes >= self.minimum_bytes and unit not in self.left_out
         }
 
-    def timeline(self, fates: Fates) -> Timeline:
+    def timeline(self) -> Timeline:
         """Add a position for every call that runs again, which binds only if it does, and one for the update."""
         structure, value, options = self.structure, self.value, self.options
         count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
@@ -146,7 +144,7 @@ class Rows:
         base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
         times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
         backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
-        shared = self._shared(base, np.array(times), backward, fates)
+        shared = self._shared(base, np.array(times), backward)
         labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
         return Timeline(
             units=structure.units,
@@ -168,51 +166,41 @@ class Rows:
         return sum(self.saved[i] for i in members if i != index and alive[i, place])
 
     def _shared(
-        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_], fates: Fates
+        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_]
     ) -> Sequence[SharedHold]:
         """What only chosen options hold; takes it out of the base."""
         structure = self.structure
         options_of: dict[int, list[int]] = {}
         for option, index, _ in self.runs_again:
             options_of.setdefault(index, []).append(option)
-        borrowers: dict[int, list[int]] = {}
-        for option, index in self.borrows:
-            borrowers.setdefault(index, []).append(option)
+        borrowers: dict[tuple[int, int], list[int]] = {}
+        for option, number, index in self.borrows:
+            borrowers.setdefault((number, index), []).append(option)
         shared = []
-        for loose, holding in zip(structure.loose, structure.loose_holders, strict=True):
-            if loose.was_held and fates.lasts(holding):
+        for number, loose in enumerate(structure.loose):
+            if loose.was_held and loose.lasts:
                 continue  # it is there, whoever holds it besides
-            size = int(self.value[loose.size])
-            counted = backward | (when >= self._end_of(loose, fates.ends(holding), prompt=bool(fates.prompt)))
-            base -= np.where(counted & (when <= loose.until_time), size, 0)
-            holders: dict[int, NDArray[np.bool_]] = {}
-            for index in loose.holders:
-                unit = structure.calls[index].unit
-                lean = [o for o in borrowers.get(index, ()) if fates.borrows(holding, unit, self.options[o].action)]
-                for option in (*options_of.get(index, ()), *lean):
-                    until = structure.calls[index].end_time
-                    holders.setdefault(option, counted & (when <= until))
-            if holders:
-                shared.append(SharedHold(size, tuple(holders), np.array(list(holders.values()))))
+            for nbytes, alone in self._held_alone(loose, when, backward):
+                base -= np.where(alone & (when <= loose.until_time), nbytes, 0)
+                holders: dict[int, NDArray[np.bool_]] = {}
+                for index in loose.holders:
+                    for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):
+                        until = structure.calls[index].end_time
+                        holders.setdefault(option, alone & (when <= until))
+                if holders:
+                    shared.append(SharedHold(nbytes, tuple(holders), np.array(list(holders.values()))))
         return shared
 
-    def _end_of(self, loose: LooseShape, ends: Collection[str] | None, *, prompt: bool) -> int:
-        """When something is gone, in forward, if no chosen option holds it; `NEVER` if it lives until backward.
-
-        Args:
-            loose: What.
-            ends: After the forward of which calls it goes, see `Fates.ends`.
-            prompt: Whether it does so before memory is highest between two calls.
-        """
-        structure = self.structure
-        if loose.was_held and ends is None:
-            return NEVER
-        last_use = max(
-            *(structure.calls[index].out_time for index in loose.holders),
-            *(structure.out_times.get(key, 0) for key in ends or ()),
-            0,
-        )
-        if prompt or not loose.was_held:
-            return last_use
-        begin = bisect_left(structure.in_times, last_use)
-        return structure.in_times[begin] if begin < len(structure.in_times) else NEVER
+    def _held_alone(
+        self, loose: LooseShape, when: NDArray[np.int64], backward: NDArray[np.bool_]
+    ) -> list[tuple[int, NDArray[np.bool_]]]:
+        """What of a storage is gone, if no chosen option holds it, and where."""
+        size, ending = int(self.value[loose.size]), int(self.value[loose.ending])
+        if not loose.was_held:  # what was measured after its last use is without it
+            return [(size, backward | (when >= max(self.structure.calls[index].out_time for index in loose.holders)))]
+        if loose.since_time is None:
+            return [(size, backward)]
+        after, within = when >= loose.since_time, when == loose.since_time - 1
+        if ending == size:
+            return [(size, after | within)]
+        return [(size, after), (ending, within)] if ending else [(size, after)]

@@ -119,18 +119,28 @@ class LooseShape:
         size: Column of its bytes.
         holders: Indices of the calls that hold it when recomputed, the longest-holding first.
         until_time: Until when it was held in the measured step, -1 if it was not.
-        outlives: Whether it was still there when backward was over; no part of what makes two steps alike.
+        ending: Column of the bytes by which the interval before `since_time` would be lower if no call held it.
+        since_time: From when on nobody else held it there, `NEVER` if others did so longer, None if that was not seen;
+            no part of what makes two steps alike.
+        outlives: Whether it was still there when backward was over; nor is this.
     """
 
     size: int
     holders: tuple[int, ...]
     until_time: int
+    ending: int
+    since_time: int | None = field(default=None, compare=False)
     outlives: bool = field(default=False, compare=False)
 
     @property
     def was_held(self) -> bool:
         """Whether calls held it in the measured step; if not (an input inside one), what was measured is without it."""
         return self.until_time >= 0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether somebody else holds it all the time."""
+        return self.since_time == NEVER or (self.since_time is None and self.outlives)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ class LeanShape:
         positions: (index of a position inside the call's forward or backward, column of the live bytes there).
         items: Storages that the call saves, and that are looked at; no part of what makes two steps alike.
         lent: Column of the bytes of what it spares that others hold too for a while, -1 if there are none.
+        borrowed: Indices of the loose storages that it keeps alive; no part of what makes two steps alike.
     """
 
     call: int
@@ -154,3 +165,4 @@ class LeanShape:
     positions: tuple[tuple[int, int], ...]
     items: int = field(default=0, compare=False)
     lent: int = -1
+    borrowed: tuple[int, ...] = field(default=(), compare=False)

@@ -52,7 +52,10 @@ class Structure:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Structure:
         """From plain data, as `dataclasses.asdict` makes it of one."""
-        lean = ({**each, "positions": tuple(map(tuple, each["positions"]))} for each in data.get("lean", ()))
+        lean = (
+            {**each, "positions": tuple(map(tuple, each["positions"])), "borrowed": tuple(each["borrowed"])}
+            for each in data.get("lean", ())
+        )
         return cls(
             units=tuple(data["units"]),
             parents=tuple(data["parents"]),
@@ -86,21 +89,6 @@ class Structure:
         """The path through the model that such a step takes."""
         dropped = (call.key for call in self.calls if call.backward_time == NEVER)
         return Path(frozenset(call.key for call in self.calls), frozenset(dropped))
-
-    @cached_property
-    def loose_holders(self) -> tuple[frozenset[str], ...]:
-        """Of every loose storage: the keys of the calls that hold it."""
-        return tuple(frozenset(self.calls[index].key for index in loose.holders) for loose in self.loose)
-
-    @cached_property
-    def in_times(self) -> list[int]:
-        """When forwards begin, in order."""
-        return sorted(call.in_time for call in self.calls)
-
-    @cached_property
-    def out_times(self) -> dict[str, int]:
-        """Key of a call -> when its forward ends."""
-        return {call.key: call.out_time for call in self.calls}
 
     @cached_property
     def _hash(self) -> int:

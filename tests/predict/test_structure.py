@@ -17,18 +17,12 @@ from lightning_mimose import Mimose
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
 from lightning_mimose.predict.assemble import Extras, Link, assemble
-from lightning_mimose.predict.fates import Fates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import MODELS, TinyText, text_batch
 from tests.helpers.recording import model_loss, patched, recorded
-
-DYING = Fates()
-"""Of inputs that nothing saves: none was ever seen to live on."""
-DYING.learn({frozenset({"elsewhere"}): set()}, [frozenset({"elsewhere"})], {})
-DYING.prompt = True
 
 
 def resident_of(model: nn.Module, batch: Any, *, zeroes: bool = True, update: int = 0) -> Resident:
@@ -47,7 +41,6 @@ def timeline_of(seen: Observation, resident: Resident, left_out: Iterable[str] =
         seconds_per_operation=1e-9,
         minimum_share=0.0,
         left_out=frozenset(left_out),
-        fates=DYING,
     )
 
 

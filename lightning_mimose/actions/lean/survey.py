@@ -165,7 +165,15 @@ class LeanSurvey:
         also: set[int] = set()
         temporary, work = _rebuilding(handle, own, also)
         return LeanItem(
-            found.number, found.nbytes - held, handle.grade, work, temporary, tuple(sorted(also)), found.is_cached, held
+            found.number,
+            found.nbytes - held,
+            handle.grade,
+            work,
+            temporary,
+            tuple(sorted(also)),
+            found.is_cached,
+            held,
+            tuple({self._identify(each) for each in _arguments(handle)}),
         )
 
     def _is_used(self, number: int) -> None:
@@ -203,6 +211,16 @@ def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[
     """
     making = _making(handle, items, also)
     return max(making.peak_bytes - handle.nbytes, 0), making.work
+
+
+def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
+    """What the call was given, of that which a value is rebuilt from on the spot."""
+    for each in handle.inputs if isinstance(handle, Recipe) else ():
+        base = each.base if isinstance(each, View) else each
+        if isinstance(base, Kept) and base.needed_grade:  # see `Values.given`
+            yield base.value().untyped_storage()
+        elif not base.is_saved:
+            yield from _arguments(base)
 
 
 class _Making(NamedTuple):

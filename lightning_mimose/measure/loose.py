@@ -1,0 +1,89 @@
+"""Inputs that calls are given and do not save, read off a recorded step: a mask, a table, a residual stream.
+
+Were every call kept, nothing would hold them in backward; a call that runs again has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_mimose.measure.trace import LET_GO, Call, StepTrace
+from lightning_mimose.predict.shapes import NEVER, LooseShape
+
+
+def loose_inputs(trace: StepTrace) -> dict[int, tuple[int, list[Call]]]:
+    """Storage id -> bytes, and the calls that it was given to."""
+    held = set(trace.saved_between)
+    for call in trace.calls:
+        held |= call.saved.keys()
+    for call in trace.calls:
+        # An operation that saves its own result holds what the call returned.
+        held |= {given for given, kept in call.pairs if kept in held}
+    found: dict[int, tuple[int, list[Call]]] = {}
+    for call in trace.calls:
+        if "backward" in call.marks:
+            for number, size in call.inputs.items():
+                if number not in held:
+                    found.setdefault(number, (size, []))[1].append(call)
+    return found
+
+
+def loose_shapes(
+    trace: StepTrace,
+    inputs: Mapping[int, tuple[int, Sequence[Call]]],
+    region_of: Mapping[int, Call],
+    order: Sequence[int],
+    add: Callable[[float], int],
+) -> tuple[LooseShape, ...]:
+    """What becomes of them.
+
+    Args:
+        trace: The recorded step.
+        inputs: See `loose_inputs`.
+        region_of: Identity of a call -> the region that it is in.
+        order: Identities of all calls.
+        add: Adds a column, and returns its index.
+    """
+    index = {identity: i for i, identity in enumerate(order)}
+    ends = endings(trace, {number: size for number, (size, _) in inputs.items()})
+    found = []
+    for number, (size, calls) in inputs.items():
+        regions = [call.marks["backward"] for call in calls if call is region_of[id(call)] and "again" in call.marks]
+        let_go = trace.let_go.get(number)
+        holders = sorted(calls, key=lambda call: -call.marks["backward"])
+        found.append(
+            LooseShape(
+                size=add(size),
+                holders=tuple(index[id(call)] for call in holders),
+                until_time=max(regions, default=-1),
+                since_time=None if let_go is None else min(let_go + 1, NEVER),
+                ending=add(ends.get(number, 0)),
+                outlives=number in trace.outlived,
+            )
+        )
+    return tuple(found)
+
+
+def endings(trace: StepTrace, sizes: Mapping[int, int]) -> dict[int, int]:
+    """By how much intervals would be lower if regions did not hold what others let go of within them.
+
+    Nothing, if memory was highest before; the whole size, if it is after that, too.
+
+    Args:
+        trace: The recorded step.
+        sizes: Storage id -> bytes of what regions hold.
+
+    Returns:
+        Storage id -> bytes, for those of which the moment is known; together, in the order of these.
+    """
+    events = [piece.event for piece in trace.pieces]
+    cuts = {i: event[2] for i, event in enumerate(events) if event and event[1] == LET_GO and event[2] in sizes}
+    found = {}
+    peaks = [piece.peak_bytes for piece in trace.pieces]
+    for begin, number in cuts.items():
+        same = [i for i, piece in enumerate(trace.pieces) if piece.mark == trace.pieces[begin].mark]
+        before = max(peaks[i] for i in same)
+        for i in same:
+            peaks[i] -= sizes[number] if i >= begin else 0
+        found[number] = before - max(peaks[i] for i in same)
+    return found
