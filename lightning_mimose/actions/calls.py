@@ -74,6 +74,8 @@ class _Calls:
             return original(*args, **kwargs)
         if session.trial is not None:
             return session.trial.nested(name, self._state, original, args, kwargs)
+        if session.watch is not None:
+            session.watch.enters(name, args, kwargs)
         recorder, action = session.recorder, session.actions.get(name)
         if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
@@ -284,8 +286,12 @@ class _Calls:
         recorder, leaves = session.recorder, flat[0]
         region: Region | None = None
         observer: RegionObserver | None = None
+        originals: dict[int, weakref.ref[torch.Tensor]] = {}
         if recorder is not None:
-            leaves[:] = recorder.inputs.of(leaves)
+            held = recorder.inputs.of(leaves)
+            originals = {i: weakref.ref(leaf) for i, leaf in enumerate(leaves) if held[i] is not leaf}
+            leaves[:] = held
+            del held
             survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():
@@ -305,7 +311,7 @@ class _Calls:
 
         session.inside += 1
         try:
-            out = recompute(tracked, args, kwargs, state, observer, flat, setting)
+            out = recompute(tracked, args, kwargs, state, observer, flat, setting, originals)
             left = left_in(state.modules()) if region is not None else {}
             if state.wrote_late:
                 session.learning_steps = 2  # the present attempt has begun without knowing

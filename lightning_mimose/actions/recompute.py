@@ -9,6 +9,7 @@ not be kept alive by the region's closure, so tensors are taken out of it.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ class RegionObserver(Protocol):
         """Shown what a run in backward returned, and left as attributes, if it ran to its end."""
 
 
+_NO_ORIGINALS: Mapping[int, weakref.ref[torch.Tensor]] = {}
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _PLAIN = (*PLAIN, slice, nn.Module)
@@ -75,6 +77,7 @@ def recompute(
     observer: RegionObserver | None = None,
     flat: tuple[list[Any], Any] | None = None,
     setting: Setting | None = None,
+    originals: Mapping[int, weakref.ref[torch.Tensor]] = _NO_ORIGINALS,
 ) -> Any:
     """Run a unit's forward as a checkpointed region.
 
@@ -86,6 +89,8 @@ def recompute(
         observer: Watches the runs; one that measures wants a recomputation to run to its end.
         flat: What `flattened` made of the arguments, where that is known; its leaves are taken out.
         setting: What is found set in it, where that was noted.
+        originals: Index of a leaf that stands for another tensor -> that one, which is given again if it is still
+            there: others may compare it with what they hold.
 
     Returns:
         What the forward returned.
@@ -113,12 +118,13 @@ def recompute(
             before = state.after_forward(copies)
             state.settings.ran(found)
             return out
-        filled = list(leaves)
+        filled, same = list(leaves), None
         for i, tensor in zip(where, given, strict=True):
-            filled[i] = tensor
+            same = originals[i]() if i in originals else None
+            filled[i] = tensor if same is None else same
         inner_args, inner_kwargs = (tuple(filled), {}) if spec is None else tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
-        del filled, given
+        del filled, given, same
         watched = observer.recompute_run() if observer else _NOTHING
         lent = state.settings.as_found(found)
         kept = state.restored(before) if before else _NOTHING

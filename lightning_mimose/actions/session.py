@@ -12,6 +12,7 @@ import torch
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.menu import GRADES, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.shared.stops import Stops
 
@@ -31,6 +32,7 @@ class Session:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
         actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
+        watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
         met: Those that this step has called.
@@ -61,6 +63,7 @@ class Session:
     armed: bool = False
     actions: dict[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
+    watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
     met: list[str] = field(default_factory=list)
@@ -95,7 +98,7 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.strangers, self.met = False, strangers, []
+        self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
         self.given.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
@@ -106,6 +109,10 @@ class Session:
         """Record the units' calls from now on."""
         self.recorder, self.armed = recorder, True
 
+    def follow_inputs(self, watch: InputWatch) -> None:
+        """Follow what the units are given, until the forward is over."""
+        self.watch, self.armed = watch, True
+
     def disarm(self, *, ran: bool = True) -> None:
         """Let every unit run its own forward again.
 
@@ -113,6 +120,7 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
+        self.watch = None
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()

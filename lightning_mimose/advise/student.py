@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
 from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
-from lightning_mimose.menu import GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.misses import MISSED_SHARE
@@ -33,6 +33,8 @@ class Student(Forecast):
         plan: Plan,
         predicted_bytes: int,
         measured_bytes: int,
+        *,
+        anew: bool = False,
     ) -> None:
         """Compare a planned step with its prediction; what was missing is kept free from now on.
 
@@ -42,8 +44,11 @@ class Student(Forecast):
             plan: The plan that was in force.
             predicted_bytes: Its predicted peak.
             measured_bytes: The peak that was measured.
+            anew: Whether inputs turned out to live longer since, so that it would be predicted otherwise.
         """
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
+        if anew and prediction is not None:
+            predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
         self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         calls = prediction.structure.calls if prediction is not None else ()
@@ -74,6 +79,26 @@ class Student(Forecast):
         if waits or missed_bytes > 0:
             self._forget_plans()
         return waits
+
+    def learn_inputs(
+        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
+    ) -> bool:
+        """Learn from a planned step's forward which inputs live longer than sheltered ones have shown.
+
+        Args:
+            size: The batch's size.
+            actions: Unit -> what it did.
+            fates: What became of the units' inputs, see `InputWatch.fates`.
+
+        Returns:
+            Whether there are any: plans that were made before are dropped.
+        """
+        prediction = self.estimator.predict(dict(size.dims))
+        acting = [unit for unit, action in actions.items() if action != KEEP]
+        news = prediction is not None and self.estimator.refine(prediction.structure, fates, acting)
+        if news:
+            self._forget_plans()
+        return news
 
     def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
         """The device had less than was planned with: keep a share of the budget free for a while."""

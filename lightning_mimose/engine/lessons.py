@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -57,6 +57,10 @@ class Lessons:
     def verified(self) -> int:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
+
+    def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Collection[str] | None]) -> bool:
+        """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
+        return self._advisor.learn_inputs(step.size, self._session.actions, fates)
 
     def of_backward(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept.
@@ -147,7 +151,7 @@ class Lessons:
         if plan is not None and predicted is not None and exact and clean:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)
-            advisor.verify(step.size, step.resident, plan, predicted, whole)
+            advisor.verify(step.size, step.resident, plan, predicted, whole, anew=step.inputs_taught)
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             advisor.bounds.refute()
         elif plan is not None and predicted is None and budget < peak:

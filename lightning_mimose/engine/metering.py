@@ -9,6 +9,7 @@ from lightning_mimose.engine.lessons import Lessons
 from lightning_mimose.engine.step import Step
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.measure.resident import ResidentLedger
 
 VERIFIED_STEPS = 3
@@ -16,6 +17,8 @@ VERIFIED_STEPS = 3
 MEASURE_EVERY = 50
 MEASURE_BOUNDED_EVERY = 10
 """The same for steps of which only a bound is known."""
+WATCHED_STEPS = 20
+"""Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
 
 
 class Metering:
@@ -72,9 +75,14 @@ class Metering:
             step.recorder.start()
             if step.sheltered:
                 self._session.record(step.recorder)
+        if not step.sheltered and (step.measuring or self.planned < WATCHED_STEPS):
+            self._session.follow_inputs(InputWatch(step.known))
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
+        if self._session.watch is not None:
+            step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
+            self._session.watch = None
         if step.gradients is not None and step.recorder is not None and step.measuring:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)

@@ -34,6 +34,7 @@ class Step:
         measured_peak_bytes: What was measured so far.
         reserved_peak_bytes: What the allocator reserved at most.
         measuring: Whether the meter runs.
+        inputs_taught: Whether its forward has shown that inputs of units live longer than was predicted.
         updating: Whether the update has begun.
         retried: Whether it runs again after a failure.
         in_backward: Whether backward has begun.
@@ -56,6 +57,7 @@ class Step:
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     measuring: bool = False
+    inputs_taught: bool = False
     updating: bool = False
     retried: bool = False
     in_backward: bool = False

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lightning_mimose.measure.storages import Storages
 
@@ -56,7 +57,9 @@ class _Input:
     @property
     def others(self) -> int | None:
         """How many tensors besides the stand-ins use it; None where these are gone, and it may be as well."""
-        ours = sum(each() is not None for each in self.ours)
+        # One that the unit's own code has moved to other memory (`x.data = y`) is none of them.
+        alive = (tensor for each in self.ours if (tensor := each()) is not None)
+        ours = sum(tensor.untyped_storage()._cdata == self.address for tensor in alive)
         return _users(self.address) - ours - _unaccounted() if ours else None
 
 
@@ -87,8 +90,10 @@ class StandIns:
         """The numbers of all storages that have stand-ins."""
 
     def of(self, leaves: Sequence[Any]) -> list[Any]:
-        """What a region is to hold of its arguments: stand-ins of tensors, where there can be any."""
-        return [self._stand_in(leaf) if _can_have_one(leaf) else leaf for leaf in leaves]
+        """What a region is to hold of its arguments: one stand-in for each tensor, where there can be any."""
+        # A recomputation finds those the same that were so in forward.
+        known = {id(leaf): self._stand_in(leaf) for leaf in leaves if _can_have_one(leaf)}
+        return [known.get(id(leaf), leaf) for leaf in leaves]
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -141,8 +146,15 @@ class StandIns:
 
 
 def _can_have_one(leaf: Any) -> bool:
-    """Whether it is nothing but a window on its storage. Parameters are what they are to those who ask for them."""
-    return type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested and _users is not None
+    """Whether it is nothing but a window on its storage, and a recomputation can find no difference.
+
+    Parameters, leaves and whatever has attributes or hooks are what they are to those who ask; dual numbers are more.
+    """
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested or _users is None:
+        return False
+    if (leaf.is_leaf and leaf.requires_grad) or leaf.__dict__ or leaf._backward_hooks:
+        return False
+    return getattr(forward_ad, "_current_level", -1) < 0
 
 
 _users: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", None)  # type: ignore[assignment]

@@ -117,9 +117,12 @@ class Estimator:
                 rest = {k: values for k, values in self._observed.pop(other).items() if _names(k) != names}
                 if rest:
                     self._observed[other] = rest
-        # As the latest step has it what others held, and until when: they may have held on to the first batch's.
-        known = self._observed.pop(structure, {})
-        self._observed[structure] = known
+        before = next((other for other in self._observed if other == structure), None)
+        if before is not None and len(self._observed[before]) > 1:
+            # Others may hold an input longer in some steps than in others. The first batch's they may hold on to for
+            # good, which says nothing of the next.
+            structure = before.with_holds_of(structure)
+        known = self._known_as(structure)
         known.pop(key, None)
         known[key] = values
         if len(self) < self._enough:
@@ -134,12 +137,29 @@ class Estimator:
             low, high = [min(values) for values in ranges], [max(values) for values in ranges]
             inner = (k for k in like if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, like[0]))
-        # The very object that is a key: comparing two equal ones takes milliseconds.
-        self._latest = {
-            each: structure if other == structure else other for each, other in self._latest.items() if each != names
-        }
+        self._latest.pop(names, None)
         self._latest[names], self._rate = structure, None
         self._fits.clear()
+
+    def _known_as(self, structure: Structure) -> dict[tuple[tuple[str, int], ...], NDArray[np.float64]]:
+        """The sizes that were observed of an equal structure, from now on of this very one.
+
+        One object: comparing two equal ones takes milliseconds.
+        """
+        if not any(other is structure for other in self._observed):
+            self._latest = {kind: structure if other == structure else other for kind, other in self._latest.items()}
+            self._observed[structure] = self._observed.pop(structure, {})
+        return self._observed[structure]
+
+    def refine(
+        self, structure: Structure, fates: Mapping[frozenset[str], Collection[str] | None], acting: Collection[str]
+    ) -> bool:
+        """Learn from a planned step which inputs live longer, see `Structure.contradicted`; whether there are any."""
+        refined = structure.contradicted(fates, acting)
+        if refined is None or refined not in self._observed:
+            return False
+        self._known_as(refined)
+        return True
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""

@@ -201,6 +201,6 @@ class Rows:
         if loose.since_time is None:
             return [(size, backward)]
         after, within = when >= loose.since_time, when == loose.since_time - 1
-        if ending == size:
-            return [(size, after | within)]
-        return [(size, after), (ending, within)] if ending else [(size, after)]
+        if not ending or not loose.ends_there:
+            return [(size, after)]
+        return [(size, after | within)] if ending == size else [(size, after), (ending, within)]

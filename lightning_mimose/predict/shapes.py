@@ -6,7 +6,7 @@ from `out` to `backward`. Columns are indices into the numbers that the estimato
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 NEVER = 1 << 60
@@ -122,6 +122,7 @@ class LooseShape:
         ending: Column of the bytes by which the interval before `since_time` would be lower if no call held it.
         since_time: From when on nobody else held it there, `NEVER` if others did so longer, None if that was not seen;
             no part of what makes two steps alike.
+        ends_there: Whether that is so in every step, so that `ending` is of that interval; nor is this.
         outlives: Whether it was still there when backward was over; nor is this.
     """
 
@@ -130,6 +131,7 @@ class LooseShape:
     until_time: int
     ending: int
     since_time: int | None = field(default=None, compare=False)
+    ends_there: bool = field(default=True, compare=False)
     outlives: bool = field(default=False, compare=False)
 
     @property
@@ -141,6 +143,16 @@ class LooseShape:
     def lasts(self) -> bool:
         """Whether somebody else holds it all the time."""
         return self.since_time == NEVER or (self.since_time is None and self.outlives)
+
+    def with_holds_of(self, other: LooseShape) -> LooseShape:
+        """Itself, or what is to be expected if others hold it for as long as in another step, too."""
+        times = (self.since_time, other.since_time)
+        outlives = self.outlives or other.outlives
+        if times[0] == times[1] and (self.ends_there, self.outlives) == (other.ends_there, outlives):
+            return self
+        since = NEVER if NEVER in times else None if None in times else max(time for time in times if time is not None)
+        ends_there = self.ends_there and other.ends_there and times[0] == times[1]
+        return replace(self, since_time=since, ends_there=ends_there, outlives=outlives)
 
 
 @dataclass(frozen=True)
@@ -166,3 +178,8 @@ class LeanShape:
     items: int = field(default=0, compare=False)
     lent: int = -1
     borrowed: tuple[int, ...] = field(default=(), compare=False)
+
+    def with_loans_of(self, other: LeanShape) -> LeanShape:
+        """Itself, or if it borrowed more in another step: with that."""
+        more = set(other.borrowed).difference(self.borrowed)
+        return replace(self, borrowed=tuple(sorted({*self.borrowed, *more}))) if more else self

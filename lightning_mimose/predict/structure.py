@@ -8,8 +8,8 @@ in the measured step: a call lives from its `in` to its `out` in forward, and it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,38 @@ class Structure:
         """The path through the model that such a step takes."""
         dropped = (call.key for call in self.calls if call.backward_time == NEVER)
         return Path(frozenset(call.key for call in self.calls), frozenset(dropped))
+
+    def with_holds_of(self, other: Structure) -> Structure:
+        """Itself, or if others held inputs longer in an equal step, or lean units borrowed more: the same with that."""
+        loose = tuple(mine.with_holds_of(its) for mine, its in zip(self.loose, other.loose, strict=True))
+        lean = tuple(mine.with_loans_of(its) for mine, its in zip(self.lean, other.lean, strict=True))
+        parts = zip((*loose, *lean), (*self.loose, *self.lean), strict=True)
+        return self if all(new is old for new, old in parts) else replace(self, loose=loose, lean=lean)
+
+    def contradicted(
+        self, fates: Mapping[frozenset[str], Collection[str] | None], acting: Collection[str]
+    ) -> Structure | None:
+        """The same with the inputs that a planned step has shown to live longer; None if there are none.
+
+        Args:
+            fates: What became of inputs, by the calls that were given them, see `measure.inputs.InputWatch`.
+            acting: Units that were not kept, and may have held what they were given.
+        """
+        loose = list(self.loose)
+        for number, each in enumerate(self.loose):
+            holders = [self.calls[index] for index in each.holders]
+            keys = frozenset(call.key for call in holders)
+            if not each.was_held or each.since_time is None or each.lasts or keys not in fates:
+                continue
+            if any(f"{call.unit}.".startswith(f"{unit}.") for call in holders for unit in acting):
+                continue
+            last = fates[keys]
+            if last is None:
+                loose[number] = replace(each, since_time=NEVER)
+            elif any(call.key in last and call.in_time >= each.since_time for call in self.calls):
+                loose[number] = replace(each, since_time=None)
+        changed = any(new is not old for new, old in zip(loose, self.loose, strict=True))
+        return replace(self, loose=tuple(loose)) if changed else None
 
     @cached_property
     def _hash(self) -> int:
