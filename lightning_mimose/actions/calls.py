@@ -288,10 +288,7 @@ class _Calls:
         observer: RegionObserver | None = None
         originals: dict[int, weakref.ref[torch.Tensor]] = {}
         if recorder is not None:
-            held = recorder.inputs.of(leaves)
-            originals = {i: weakref.ref(leaf) for i, leaf in enumerate(leaves) if held[i] is not leaf}
-            leaves[:] = held
-            del held
+            leaves[:], originals = recorder.inputs.of(leaves)
             survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():

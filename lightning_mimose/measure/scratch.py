@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.parts import storages_in
@@ -75,7 +76,8 @@ def _measure(func: Any, args: Any, kwargs: Any) -> int:
         given, named = _own_statistics(func, args, kwargs)
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         torch._C._autograd._enable_profiler_legacy(config)
-        with torch.no_grad():
+        # Nor tangents: what is remembered holds for all that run this kernel.
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
             out = func(*given, **named)
         kept = sum({storage._cdata: storage.nbytes() for storage in storages_in(out)}.values())
         level = peak = 0

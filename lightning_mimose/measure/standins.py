@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mimose.measure.storages import Storages
 
@@ -74,10 +75,12 @@ class StandIns:
     Example:
         >>> found = []
         >>> inputs, mask = StandIns(Storages([]), lambda number, now: found.append((number, now))), torch.ones(3)
-        >>> held = inputs.of([mask, 0.5])
+        >>> held, originals = inputs.of([mask, 0.5])
+        >>> originals[0]() is mask
+        True
         >>> del mask
-        >>> found, held[0]
-        ([(1, True)], tensor([1., 1., 1.]))
+        >>> found, held
+        ([(1, True)], [tensor([1., 1., 1.]), 0.5])
     """
 
     def __init__(self, storages: Storages, let_go: Callable[[int, bool], None]) -> None:
@@ -89,28 +92,60 @@ class StandIns:
         self.followed: set[int] = set()
         """The numbers of all storages that have stand-ins."""
 
-    def of(self, leaves: Sequence[Any]) -> list[Any]:
-        """What a region is to hold of its arguments: one stand-in for each tensor, where there can be any."""
-        # A recomputation finds those the same that were so in forward.
-        known = {id(leaf): self._stand_in(leaf) for leaf in leaves if _can_have_one(leaf)}
-        return [known.get(id(leaf), leaf) for leaf in leaves]
+    def of(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, weakref.ref[torch.Tensor]]]:
+        """What a region is to hold of its arguments: one stand-in for each tensor, where there can be any.
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if self._storages.is_resident(storage):
+        Returns:
+            The leaves, and by the index of each that stands for another: that one.
+        """
+        made: dict[int, torch.Tensor] = {}  # those that are the same in forward are the same again
+        with _disable_current_modes():  # one that counts memory, or operations, has nothing to do with it
+            held = [self._stand_in(leaf, made) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        originals = {
+            i: self._inputs[self._storages.number(leaf.untyped_storage())].watches[id(leaf)]
+            for i, leaf in enumerate(leaves)
+            if held[i] is not leaf
+        }
+        return held, originals
+
+    def _stand_in(self, tensor: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(tensor) in made:
+            return made[id(tensor)]
+        base = tensor._base
+        if not self._can_have_one(tensor) or not (base is None or self._can_have_one(base)):
             return tensor
+        one = stand_in(tensor) if base is None else _view_like(tensor, base, self._stand_in(base, made))
+        if one is None:
+            return tensor
+        storage = tensor.untyped_storage()
         number = self._storages.number(storage)
-        if number not in self.followed:
-            self.followed.add(number)
-            self._inputs[number] = _Input(storage._cdata)
-        one = stand_in(tensor)
-        known = self._inputs.get(number)
-        if known is not None:  # else it was let go of, and comes back by a way that is not followed
-            known.ours.append(weakref.ref(one))
-            for each in (tensor, tensor._base):
-                if each is not None and id(each) not in known.watches:
-                    known.watches[id(each)] = weakref.ref(each, partial(self._ends, number, id(each)))
+        self.followed.add(number)
+        known = self._inputs.setdefault(number, _Input(storage._cdata))
+        known.ours.append(weakref.ref(one))
+        if id(tensor) not in known.watches:
+            known.watches[id(tensor)] = weakref.ref(tensor, partial(self._ends, number, id(tensor)))
+        made[id(tensor)] = one
         return one
+
+    def _can_have_one(self, tensor: torch.Tensor) -> bool:
+        """Whether it is nothing but a window on its storage, and a recomputation can find no difference.
+
+        Parameters, leaves and whatever has attributes, hooks or others' weak references are what they are to those who
+        ask; dual numbers are more. What was let go of and comes back has come by a way that is not followed.
+        """
+        if _users is None or type(tensor) is not torch.Tensor:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested or (tensor.is_leaf and tensor.requires_grad):
+            return False
+        storage = tensor.untyped_storage()
+        if self._storages.is_resident(storage) or tensor.__dict__ or tensor._backward_hooks:
+            return False
+        number = self._storages.number(storage)
+        known = self._inputs.get(number)
+        if known is None and number in self.followed:
+            return False
+        ours = known is not None and id(tensor) in known.watches
+        return weakref.getweakrefcount(tensor) == ours and getattr(forward_ad, "_current_level", -1) < 0
 
     def _ends(self, number: int, identity: int, _: object) -> None:
         """A tensor that others held ends, and still counts; so may a view of it, that has ended right before."""
@@ -145,16 +180,14 @@ class StandIns:
         self._out_of_sight.clear()
 
 
-def _can_have_one(leaf: Any) -> bool:
-    """Whether it is nothing but a window on its storage, and a recomputation can find no difference.
-
-    Parameters, leaves and whatever has attributes or hooks are what they are to those who ask; dual numbers are more.
-    """
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested or _users is None:
-        return False
-    if (leaf.is_leaf and leaf.requires_grad) or leaf.__dict__ or leaf._backward_hooks:
-        return False
-    return getattr(forward_ad, "_current_level", -1) < 0
+def _view_like(tensor: torch.Tensor, base: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """The same view of another base; None where it is more than a part of it in another shape."""
+    if other is base or tensor.dtype != base.dtype or tensor.is_complex():
+        return None
+    with torch.set_grad_enabled(tensor.requires_grad):
+        view = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    same = (view.requires_grad, view.is_neg()) == (tensor.requires_grad, tensor.is_neg())
+    return view if same else None
 
 
 _users: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", None)  # type: ignore[assignment]

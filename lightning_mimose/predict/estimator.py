@@ -73,6 +73,8 @@ class Estimator:
         self._fits: dict[tuple[Structure, int | None, tuple[str, ...]], Fit | None] = {}
         self._latest: dict[tuple[str, ...], Structure] = {}
         """Of every kind of batch (names of dimensions), the newest last."""
+        self._first: Structure | None = None
+        """The very first step's, as long as there is none alike."""
         self._shorter = 0
         self._shorter_path: Structure | None = None
         self.varies = False
@@ -118,10 +120,11 @@ class Estimator:
                 if rest:
                     self._observed[other] = rest
         before = next((other for other in self._observed if other == structure), None)
-        if before is not None and len(self._observed[before]) > 1:
+        if before is not None and before is not self._first:
             # Others may hold an input longer in some steps than in others. The first batch's they may hold on to for
             # good, which says nothing of the next.
             structure = before.with_holds_of(structure)
+        self._first = structure if not self._observed else None if before is self._first else self._first
         known = self._known_as(structure)
         known.pop(key, None)
         known[key] = values

@@ -148,10 +148,10 @@ class LooseShape:
         """Itself, or what is to be expected if others hold it for as long as in another step, too."""
         times = (self.since_time, other.since_time)
         outlives = self.outlives or other.outlives
-        if times[0] == times[1] and (self.ends_there, self.outlives) == (other.ends_there, outlives):
-            return self
         since = NEVER if NEVER in times else None if None in times else max(time for time in times if time is not None)
         ends_there = self.ends_there and other.ends_there and times[0] == times[1]
+        if (since, ends_there, outlives) == (self.since_time, self.ends_there, self.outlives):
+            return self
         return replace(self, since_time=since, ends_there=ends_there, outlives=outlives)
 
 

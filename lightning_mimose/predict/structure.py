@@ -107,12 +107,13 @@ class Structure:
             acting: Units that were not kept, and may have held what they were given.
         """
         loose = list(self.loose)
+        around = tuple(f"{unit}." for unit in acting)
         for number, each in enumerate(self.loose):
             holders = [self.calls[index] for index in each.holders]
             keys = frozenset(call.key for call in holders)
             if not each.was_held or each.since_time is None or each.lasts or keys not in fates:
                 continue
-            if any(f"{call.unit}.".startswith(f"{unit}.") for call in holders for unit in acting):
+            if any(f"{call.unit}.".startswith(around) for call in holders):
                 continue
             last = fates[keys]
             if last is None:

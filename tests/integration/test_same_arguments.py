@@ -5,12 +5,15 @@ In sheltered steps regions hold other tensors in their place, which must make no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests.helpers.architectures import equal, train
 from tests.helpers.models import Batch
@@ -64,12 +67,35 @@ def leaf(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x, torch.ones(3, requires_grad=True)
 
 
+NOTES: list[weakref.ref[torch.Tensor]] = []
+KEYS: Any = WeakTensorKeyDictionary()
+
+
+def noted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """With a weak reference to it."""
+    x = x * 1.0
+    NOTES.append(weakref.ref(x))
+    return (x,)
+
+
+def keyed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """With a note about it."""
+    x = x * 1.0
+    KEYS[x] = 0.5
+    return (x,)
+
+
 CASES: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Callable[..., float]]] = {
     "twice the same": (lambda x: (x, x), lambda x, y: 0.5 if x is y else 2.0),
     "two of one storage": (lambda x: (x, x.view_as(x)), lambda x, y: 0.5 if x is y else 2.0),
     "an attribute": (scaled, lambda x: getattr(x, "scale", 2.0)),
     "a leaf": (leaf, lambda x, y: 0.5 if y.is_leaf else 2.0),
     "no leaf": (lambda x: (x,), lambda x: 2.0 if x.is_leaf else 0.5),
+    "a view": (lambda x: (x, x[:, 1:]), lambda x, y: 0.5 if y._base is x else 2.0),
+    "a view alone": (lambda x: (x.transpose(0, 1).transpose(0, 1),), lambda x: 0.5 if x._is_view() else 2.0),
+    "no view": (lambda x: (x,), lambda x: 2.0 if x._is_view() else 0.5),
+    "a weak reference": (noted, lambda x: 0.5 if any(note() is x for note in NOTES) else 2.0),
+    "a weak key": (keyed, lambda x: KEYS.get(x, 2.0)),
     "one that others have": (lambda x: (x, TABLE), lambda x, y: 0.5 if y is TABLE else 2.0),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,7 @@ class Seen:
 
     def hold(self, *leaves: object) -> list[object]:
         """What a region holds."""
-        return self.inputs.of(leaves)
+        return self.inputs.of(leaves)[0]
 
 
 def made(*, grad: bool) -> torch.Tensor:
@@ -58,6 +59,20 @@ def test_the_end_of_the_last_other_is_told_at_once(grad: bool) -> None:
     assert seen.told == [(1, True)]
     assert held[2:] == [3.0, "text"]
     assert len(again) == 1
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_views_stand_for_views_of_one_base(grad: bool) -> None:
+    """Whoever asks what a tensor is a view of gets the same answer, and each stands for one tensor."""
+    seen, base = Seen(), made(grad=grad)
+    part = base[1:]
+    other_base, other, again, plain = seen.hold(base, part, part, 3)
+    assert isinstance(other, torch.Tensor)
+    assert again is other
+    assert other._base is other_base
+    assert torch.equal(other, part)
+    assert (other.stride(), other.requires_grad) == (part.stride(), grad)
+    assert plain == 3
 
 
 @pytest.mark.parametrize(
@@ -128,7 +143,12 @@ def test_parameters_and_what_is_resident_stand_for_themselves() -> None:
     """So does everything that is more than a window on its storage."""
     batch, weight = torch.ones(3), nn.Parameter(torch.ones(2))
     seen, sparse = Seen(batch), torch.eye(3).to_sparse()
-    leaves = (batch, batch[1:], weight, sparse, None)
+    attribute, leaf, watched = made(grad=True), torch.ones(2, requires_grad=True), made(grad=False)
+    attribute.scale = 2.0  # type: ignore[attr-defined]
+    hooked, noted = made(grad=True), weakref.ref(watched)
+    hooked.register_hook(lambda gradient: None)
+    leaves = (batch, batch[1:], weight, sparse, None, attribute, leaf, leaf[1:], watched, watched[1:], hooked)
+    assert noted() is watched
     assert all(one is other for one, other in zip(seen.hold(*leaves), leaves, strict=True))
     assert not seen.inputs.followed
 
