@@ -118,11 +118,12 @@ def recompute(
             before = state.after_forward(copies)
             state.settings.ran(found)
             return out
-        filled, same = list(leaves), None
+        filled = list(leaves)
+        same: Any = None
         for i, tensor in zip(where, given, strict=True):
             same = originals[i]() if i in originals else None
-            if same is not None and hasattr(same, "_fix_weakref"):
-                same._fix_weakref()  # older ones let go of what only a graph holds
+            if same is not None:
+                same._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
             filled[i] = tensor if same is None else same
         inner_args, inner_kwargs = (tuple(filled), {}) if spec is None else tree_unflatten(filled, spec)
         # The region holds what it was given only until its own forward has bound it.

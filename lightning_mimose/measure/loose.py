@@ -76,14 +76,18 @@ def endings(trace: StepTrace, sizes: Mapping[int, int]) -> dict[int, int]:
     Returns:
         Storage id -> bytes, for those of which the moment is known; together, in the order of these.
     """
-    events = [piece.event for piece in trace.pieces]
-    cuts = {i: event[2] for i, event in enumerate(events) if event and event[1] == LET_GO and event[2] in sizes}
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    peaks: dict[int, list[int]] = {}  # of the pieces of every interval
+    for piece in trace.pieces:
+        within = peaks.setdefault(piece.mark, [])
+        if piece.event is not None and piece.event[1] == LET_GO and piece.event[2] in sizes:
+            cuts.setdefault(piece.mark, []).append((len(within), piece.event[2]))
+        within.append(piece.peak_bytes)
     found = {}
-    peaks = [piece.peak_bytes for piece in trace.pieces]
-    for begin, number in cuts.items():
-        same = [i for i, piece in enumerate(trace.pieces) if piece.mark == trace.pieces[begin].mark]
-        before = max(peaks[i] for i in same)
-        for i in same:
-            peaks[i] -= sizes[number] if i >= begin else 0
-        found[number] = before - max(peaks[i] for i in same)
+    for mark, ends in cuts.items():
+        within = peaks[mark]
+        for begin, number in ends:
+            before = max(within)
+            within[begin:] = [peak - sizes[number] for peak in within[begin:]]
+            found[number] = before - max(within)
     return found

@@ -182,7 +182,7 @@ class StandIns:
 
 def _view_like(tensor: torch.Tensor, base: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
     """The same view of another base; None where it is more than a part of it in another shape."""
-    if other is base or tensor.dtype != base.dtype or tensor.is_complex():
+    if tensor.dtype != base.dtype or tensor.is_complex():
         return None
     with torch.set_grad_enabled(tensor.requires_grad):
         view = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -120,11 +120,12 @@ class Estimator:
                 if rest:
                     self._observed[other] = rest
         before = next((other for other in self._observed if other == structure), None)
-        if before is not None and before is not self._first:
-            # Others may hold an input longer in some steps than in others. The first batch's they may hold on to for
-            # good, which says nothing of the next.
-            structure = before.with_holds_of(structure)
-        self._first = structure if not self._observed else None if before is self._first else self._first
+        if before is None:
+            self._first = self._first if self._observed else structure
+        elif before is self._first:
+            self._first = None  # others may hold on to the first batch's inputs for good, which says nothing of others
+        else:
+            structure = before.with_holds_of(structure)  # they may hold them longer in some steps than in others
         known = self._known_as(structure)
         known.pop(key, None)
         known[key] = values
