@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -35,7 +36,8 @@ class Cycles:
             if live is not None:
                 live.searching = phase == "start"
             else:
-                gc.callbacks.remove(told)
+                with suppress(ValueError):  # another thread may have closed it since the collector read the list
+                    gc.callbacks.remove(told)
 
         self.close()
         self._told = told
@@ -43,6 +45,6 @@ class Cycles:
 
     def close(self) -> None:
         """No more."""
-        if self._told in gc.callbacks:
+        with suppress(ValueError):
             gc.callbacks.remove(self._told)
         self._told, self.searching = None, False
