@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.saves import LeanSaves
@@ -49,6 +50,7 @@ class _Calls:
         self._name, self._session, self._original = unit.name, session, original
         self._state = WrittenState(unit.module)
         self._state.settings.unit = unit.name
+        self._verdict = session.verdicts.setdefault(type(unit.module), Verdict())
         self._usual: object = None
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites = Sites()
@@ -288,12 +290,15 @@ class _Calls:
         observer: RegionObserver | None = None
         originals: dict[int, weakref.ref[torch.Tensor]] = {}
         if recorder is not None:
-            leaves[:], originals = recorder.inputs.of(leaves)
+            if not self._verdict.tells_apart:
+                leaves[:], originals = recorder.inputs.of(leaves)
             survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():
             held = state.buffers()
             observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._learn_from)
+        if originals:
+            original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)
         out: Any = None
         left: dict[Place, torch.Tensor] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_mimose.actions.compared import TELLS_APART, Verdict
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
@@ -39,6 +40,7 @@ class Session:
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
+        verdicts: Kind of module -> whether it computes the same where stand-ins are given to it.
         trial: The run beside the step that a unit is proven by, while it lasts.
         given: What this step's regions were given: (unit, tensor, version then).
         latest: The unit that was recomputed last.
@@ -70,6 +72,7 @@ class Session:
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    verdicts: dict[type, Verdict] = field(default_factory=dict)
     trial: Trial | None = None
     given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     latest: str | None = None
@@ -140,7 +143,8 @@ class Session:
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Never recompute some units; the parts of those that were to be recomputed in this step take their place."""
         for name, reason in reasons.items():
-            self.refused.setdefault(name, reason)
+            if reason != TELLS_APART:  # such a unit can be repeated with what it was given
+                self.refused.setdefault(name, reason)
         self.actions = self.standing(self.actions)
 
     def passes_by(self, name: str) -> None:

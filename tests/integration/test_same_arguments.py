@@ -9,14 +9,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_mimose import MimoseCallback
 from tests.helpers.architectures import equal, train
-from tests.helpers.models import Batch
+from tests.helpers.fits import same
+from tests.helpers.meter import MeterCallback
+from tests.helpers.models import Batch, loader, quiet_trainer
 
 WIDTH = 32
 
@@ -100,14 +104,34 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Calla
 }
 
 
+SEEN: list[int] = []
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    """Note its identity."""
+    SEEN[:] = [*SEEN[-7:], id(x)]
+    return x
+
+
+APART: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Callable[..., float]]] = {
+    "an identity": (lambda x: (seen(x * 1.0),), lambda x: 0.5 if id(x) in SEEN else 2.0),
+    "a mask's identity": (lambda x: (x, seen(torch.ones(3) * 1.0)), lambda x, y: 0.5 if id(y) in SEEN else 2.0),
+    "what made it": (lambda x: (x * 1.0,), lambda x: 0.5 if "Mul" in type(x.grad_fn).__name__ else 2.0),
+    "what that was made of": (
+        lambda x: ((x * 1.0).tanh(),),
+        lambda x: 0.5 if x.grad_fn and "Mul" in str(x.grad_fn.next_functions) else 2.0,
+    ),
+}
+
+
 def batches() -> list[Batch]:
     """Token numbers."""
     lengths = (40, 56, 48, 64, 44, 60, 52, 63)
     return [{"ids": torch.randint(0, 64, (4, n), generator=torch.Generator().manual_seed(n))} for n in lengths]
 
 
-def check(make: Callable[[], nn.Module], share: float = 1.2, *, recomputes: bool = True) -> None:
-    """It trains as it does alone."""
+def check(make: Callable[[], nn.Module], share: float = 1.2, *, recomputes: bool = True, runs_again: int = 0) -> None:
+    """It trains as it does alone; as many steps run again."""
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         found: torch.Tensor = model(batch["ids"])
@@ -122,6 +146,7 @@ def check(make: Callable[[], nn.Module], share: float = 1.2, *, recomputes: bool
     assert records[0].sheltered
     assert ("recompute" in records[0].actions.values()) == recomputes
     assert not all(record.sheltered for record in records)
+    assert [record.retried for record in records] == [True] * runs_again + [False] * (len(records) - runs_again)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,6 +154,49 @@ def test_what_a_unit_can_tell_of_its_arguments_is_the_same_again(name: str) -> N
     """Otherwise its gradients would be wrong, and nobody would notice."""
     arguments, weight = CASES[name]
     check(lambda: Model(arguments, lambda: Block(weight)))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_stands_for_an_argument_may_be_told_from_it(name: str) -> None:
+    """The first step shows it, and runs again; such blocks are given the arguments themselves from then on."""
+    arguments, weight = APART[name]
+    check(lambda: Model(arguments, lambda: Block(weight)), runs_again=1)
+
+
+class Task(pl.LightningModule):
+    """Blocks that go by the identity of what they are given, in Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        arguments, weight = APART["an identity"]
+        self.model = Model(arguments, lambda: Block(weight))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss."""
+        found: torch.Tensor = self.model(batch["ids"])
+        self.log("loss", found)
+        return found
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def test_lightning_runs_such_a_step_again() -> None:
+    """Its weights are those of a run without a budget."""
+
+    def fit(*callbacks: pl.Callback) -> tuple[MeterCallback, dict[str, torch.Tensor]]:
+        pl.seed_everything(0, verbose=False)
+        task, meter = Task(), MeterCallback()
+        quiet_trainer(meter, *callbacks).fit(task, loader(batches()))
+        return meter, task.state_dict()
+
+    plain, weights = fit()
+    resident = max(plain.residents)
+    callback = MimoseCallback(int(resident + 0.6 * (max(plain.peaks) - resident)), actions=["recompute"])
+    assert same(weights, fit(callback)[1])
+    assert [record.retried for record in callback.records] == [True] + [False] * (len(batches()) - 1)
+    assert all("recompute" in record.actions.values() for record in callback.records)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -160,4 +228,4 @@ class Dual(nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_forward_mode_differentiation_goes_on() -> None:
     """Dual numbers stand for themselves; a checkpoint cannot give them back, so that such units are left alone."""
-    check(Dual, 1.5, recomputes=False)
+    check(Dual, 1.5, recomputes=False, runs_again=1)

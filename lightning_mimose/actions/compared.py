@@ -1,0 +1,127 @@
+"""A forward whose recomputation is compared with it: what it is given then may be stand-ins for what it was given.
+
+Those differ in what no value shows: in their `id()`, and in what made them. A unit that goes by either (a cache that is
+keyed by `id(x)`) computes something else when it runs again. Backward takes from a recomputation what was saved and
+nothing else, so that gradients are right if that is the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_mimose.actions.checksum import sample
+from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memory
+from lightning_mimose.parts import plain_parts
+
+TELLS_APART = (
+    "it computes something else where other tensors on the same memory stand for what it was given (as it may if it "
+    "goes by their id() or grad_fn)"
+)
+
+
+@dataclass
+class Verdict:
+    """What comparisons have shown of one kind of unit.
+
+    Attributes:
+        alike: Whether a recomputation on stand-ins was compared in full, and has saved the same; then samples do.
+        tells_apart: Whether one has saved something else: such units are given no stand-ins.
+    """
+
+    alike: bool = False
+    tells_apart: bool = False
+
+
+class Compared:
+    """A unit's forward; raises where its recomputation on stand-ins saves something else.
+
+    Args:
+        unit: The unit's name.
+        original: Its own forward.
+        originals: What stand-ins stand for.
+        verdict: What is known of units of its kind, and learns what is found.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        original: Callable[..., Any],
+        originals: Collection[weakref.ref[torch.Tensor]],
+        verdict: Verdict,
+    ) -> None:
+        self._unit, self._original, self._originals, self._verdict = unit, original, originals, verdict
+        self._whole = not verdict.alike
+        self._saved: list[tuple[Any, ...]] | None = None
+        """What the run in forward has saved."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            RecomputeError: It has saved something else than in forward, or failed, and was given a stand-in.
+        """
+        if self._saved is None:
+            with _noted(self._whole) as saved:
+                out = self._original(*args, **kwargs)
+            self._saved = saved
+            return out
+        if all(ref() is not None for ref in self._originals):  # then it was given those, and holds them here
+            return self._original(*args, **kwargs)
+        try:
+            with _noted(self._whole) as saved:
+                out = self._original(*args, **kwargs)
+        except Exception as error:
+            # It may be its own mistake; then it fails again with what it was given in forward.
+            if isinstance(error, MimoseError) or is_out_of_memory(error):
+                raise
+            raise self._error() from error
+        if saved != self._saved:
+            raise self._error()
+        self._verdict.alike |= self._whole
+        return out
+
+    def _error(self) -> RecomputeError:
+        self._verdict.tells_apart = True
+        return RecomputeError({self._unit: TELLS_APART})
+
+
+@contextmanager
+def _noted(whole: bool) -> Iterator[list[tuple[Any, ...]]]:
+    """Note what is saved for backward, as those want it who have hooks around."""
+    saved: list[tuple[Any, ...]] = []
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if outer is None:
+        yield saved
+        return
+    pack_outer, unpack_outer = outer
+
+    def pack(tensor: torch.Tensor) -> Any:
+        saved.extend(_seen(tensor, whole))
+        return pack_outer(tensor)
+
+    with saved_tensors_hooks(pack, unpack_outer):
+        yield saved
+
+
+def _seen(tensor: torch.Tensor, whole: bool) -> Iterator[tuple[Any, ...]]:
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):  # it stays as it is, and one that is sharded may be elsewhere
+        yield tuple(tensor.shape), tensor.dtype, id(base), tensor.storage_offset(), tensor.stride()
+        return
+    for part in plain_parts(tensor):
+        plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested
+        content = sample(part, whole=whole) if plain and not _is_workspace(part) else 0
+        yield tuple(part.shape), part.dtype, content
+
+
+def _is_workspace(tensor: torch.Tensor) -> bool:
+    """Whether it may be what an LSTM on a CPU (oneDNN) saves, of which a part is never written."""
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.device.type == "cpu"
