@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
+from lightning_mimose.actions.lean.handles import unpack
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
@@ -53,7 +55,7 @@ class _Calls:
         self._verdict = session.verdicts.setdefault(type(unit.module), Verdict())
         self._usual: object = None
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
-        self._sites = Sites()
+        self._sites, self._taken = Sites(), Sites()
         self._divisible = Divisible(self._state)
         session.news = True
         if session.splits:
@@ -78,9 +80,15 @@ class _Calls:
             return session.trial.nested(name, self._state, original, args, kwargs)
         if session.watch is not None:
             session.watch.enters(name, args, kwargs)
-        recorder, action = session.recorder, session.actions.get(name)
+        action = session.actions.get(name)
         if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
+        if session.returned and name in session.takers and self._may_take(action):
+            return self._taking(action, args, kwargs)
+        return self._in_reach(action, args, kwargs)
+
+    def _in_reach(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, session, original, recorder = self._name, self._session, self._original, self._session.recorder
         if action is None and recorder is None and session.offloader is None and name not in session.tries:
             return original(*args, **kwargs)  # kept and watched by nobody, as most calls of a planned step are
         if session.inside or (recorder is not None and recorder.replays.running):
@@ -93,6 +101,22 @@ class _Calls:
         if session.offloader is not None:
             session.offloader.ran(out)
         return out
+
+    def _may_take(self, action: str | None) -> bool:
+        """Whether what it saves has to be looked at for what another unit has returned; lean saves do so themselves."""
+        session = self._session
+        again = session.recorder is not None and session.recorder.replays.running
+        return action not in GRADES and not session.inside and not again and not out_of_reach(self._name, session)
+
+    def _taking(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        saves = LeanSaves(self._taken, 0, returned=self._session.returned)
+        try:
+            with saved_tensors_hooks(saves.pack, unpack):
+                return self._in_reach(action, args, kwargs)
+        finally:
+            saves.close()
+            self._session.unread.discard(self._name)
+            self._learn_from(saves, self._taken)
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._name in self._session.tries and action not in REPEATING:
@@ -221,9 +245,11 @@ class _Calls:
             session.untried.discard(self._name)
         self._learn_from(lean)
 
-    def _learn_from(self, saves: LeanSaves) -> None:
-        """Take over what comparisons have shown."""
-        session, different = self._session, self._sites.different
+    def _learn_from(self, saves: LeanSaves, sites: Sites | None = None) -> None:
+        """Take over what comparisons have shown, at places of its own or at those where it saves others' results."""
+        session, different = self._session, (sites or self._sites).different
+        session.surprised |= not saves.spoiled <= session.spoiled
+        session.spoiled |= saves.spoiled
         session.compared |= saves.compared
         if saves.differed:
             session.surprised = True
@@ -267,14 +293,27 @@ class _Calls:
                 leaves=self._state.parameters(),
                 held=self._state.buffers(),
                 given=tree_leaves((args, kwargs)),
+                returned=session.returned,
             )
             with saves.active():
                 out = self._original(*args, **kwargs)
+                if self._name in session.hands_on:
+                    self._return(saves, out, session.hands_on[self._name] >= grade)
+            session.unread.discard(self._name)
             self._learn_from(saves)
             self._note_given(saves.borrowed)
             return out
         finally:
             session.inside -= 1
+
+    def _return(self, saves: LeanSaves, out: Any, hands_on: bool) -> None:
+        """Say what its result is rebuilt by, or that it need not be."""
+        session = self._session
+        if not hands_on:
+            saves.keep_results(out)
+            return
+        for base, recipe in saves.results(out):
+            session.returned.add(base, recipe, self._name, read=bool(session.unread))
 
     def _recomputed(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_mimose.actions.compared import TELLS_APART, Verdict
+from lightning_mimose.actions.lean.returned import Returned
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
@@ -58,6 +59,12 @@ class Session:
         divisible: Units that can be split.
         indivisible: Unit -> why it cannot be.
         stops: Where this step may have to wait for other jobs, if it may.
+        hands_on: Unit whose result the next one saves -> up to which grade of lean saves that one rebuilds it; beyond
+            it keeps it, so that the unit itself need not rebuild it.
+        takers: Those next ones.
+        returned: What they may rebuild.
+        unread: Those of them that have not yet been seen to save what was returned, bit for bit.
+        spoiled: Units whose results were changed before they were saved.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
         news: Whether units were tried or left out since plans were last told of it.
     """
@@ -90,6 +97,11 @@ class Session:
     divisible: set[str] = field(default_factory=set)
     indivisible: dict[str, str] = field(default_factory=dict)
     stops: Stops | None = None
+    hands_on: Mapping[str, int] = field(default_factory=dict)
+    takers: frozenset[str] = frozenset()
+    returned: Returned = field(default_factory=Returned)
+    unread: set[str] = field(default_factory=set)
+    spoiled: set[str] = field(default_factory=set)
     learning_steps: int = 0
     news: bool = False
 
@@ -103,6 +115,7 @@ class Session:
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
         self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
         self.given.clear()
+        self.returned.clear()
         self.actions = self.standing(actions)
         if self.offloader is not None:
             self.offloader.begin()
@@ -127,6 +140,12 @@ class Session:
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()
+        self.returned.clear()
+
+    def hand_on(self, units: Mapping[str, int], takers: frozenset[str]) -> None:
+        """Say what becomes of lean units' results from now on: see `hands_on` and `takers`."""
+        self.unread |= takers - self.takers
+        self.hands_on, self.takers = units, takers
 
     def meet(self, name: str) -> str | None:
         """A unit is called that the plan knows nothing of; returns what it is to do."""

@@ -230,7 +230,10 @@ class Candidate:
             self.enter(trial)
             try:
                 with trial.call(self.unit, copies):
-                    self.original(*args, **kwargs)
+                    out = self.original(*args, **kwargs)
+                    if lean is not None:
+                        lean.compare_results(out)
+                    del out
                 done = True
             finally:
                 self.enter(None)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, StepView, with_reserve
 from lightning_mimose.errors import MimoseError
-from lightning_mimose.menu import CHUNKS, GRADES, SPLITS, check_actions
+from lightning_mimose.menu import CHUNKS, GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
@@ -71,6 +71,10 @@ class Forecast:
         """Unit -> why it cannot be split."""
         self.different: dict[str, tuple[str, ...]] = {}
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
+        self.spoiled: frozenset[str] = frozenset()
+        """Units whose results were changed before the next one saved them, and so are not handed on."""
+        self.may_hand_on = True
+        """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
         self.resident = Resident(0, 0, True, 0)
         self.misses = Misses()
         self._actual_peaks: dict[Any, int] = {}
@@ -133,7 +137,19 @@ class Forecast:
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(left_out),
             extras=self._extras(prediction),
+            handed_on=self.handed_on,
         )
+
+    @property
+    def handed_on(self) -> Mapping[str, int]:
+        """Unit -> up to which grade its result is rebuilt by whoever is given it, where the unit is lean.
+
+        None are beside actions that take what they are given apart (splitting) or away (offloading).
+        """
+        if not self.may_hand_on or not {OFFLOAD, *SPLITS}.isdisjoint(self.actions):
+            return {}
+        found = self.estimator.handed_on
+        return {unit: limit for unit, limit in found.items() if unit not in self.spoiled} if self.spoiled else found
 
     def _extras(self, prediction: Prediction) -> Extras:
         smaller = {}

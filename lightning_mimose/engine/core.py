@@ -39,7 +39,7 @@ from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import PlannerChoice
 from lightning_mimose.report.record import StepRecord
-from lightning_mimose.sharding import sharing_ranks
+from lightning_mimose.sharding import sharded_modules, sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.units import Unit, find_units, fingerprint
 
@@ -103,6 +103,7 @@ class Engine:
             actions=self.actions,
             fingerprint=fingerprint(model, self.device, f"{precision} {len(ranks)}", self.units),
         )
+        self.advisor.may_hand_on = not sharded_modules(model)
         self.session = Session(
             lean=any(action in GRADES for action in self.actions),
             splits=any(action in SPLITS for action in self.actions),
@@ -228,6 +229,7 @@ class Engine:
         if step.advice.plan is not None and self.agreement is None:  # a rank recomputes nothing alone
             strangers = self.advisor.strangers_to(step.advice.plan)
         self.session.arm(step.actions, None, strangers)
+        self.session.hand_on(self.advisor.handed_on, self.advisor.estimator.takers)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:
@@ -251,6 +253,7 @@ class Engine:
             self.refuse(changed)
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
+        self.session.returned.clear()
         step.in_backward = True
         if self.tenancy is not None:
             self.tenancy.begin_backward()
@@ -349,6 +352,7 @@ class Engine:
         if session.surprised:
             session.surprised = False
             self.advisor.different = dict(session.different)
+            self.advisor.spoiled = frozenset(session.spoiled)
             self.advisor.forget()
 
     def _finish_together(self, step: Step) -> None:

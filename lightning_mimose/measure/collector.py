@@ -309,6 +309,8 @@ class Region:
         recorder = self._recorder()
         if recorder is not None:
             recorder.region_again(self._call, out, left)
+            if self._survey is not None and recorder.replays.running:
+                self._survey.returned(out)
 
     def close(self, out: Any, left: Left = NOTHING_LEFT) -> None:
         """The forward has returned, and left activations as attributes."""

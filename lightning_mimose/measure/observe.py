@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_mimose.measure.handing import handing_shapes, handings
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.loose import loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import savings
@@ -86,13 +87,17 @@ def observe(
         else:
             end = call.marks.get("again_out", again + 1)
             working = max(peak for _, peak in activation[again:end]) - activation[again][0]
+            # Recomputed itself, it would keep the present random state aside meanwhile, as its region does.
+            working += 0 if call is region else RNG_STATE_BYTES
         is_region = call is region and again is not None
         at = call.marks.get("backward")
         entry = lean = -1
         if again is not None or call.is_unseen:
             # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = activation[call.marks["in"] : call.marks["out"]]
-            lean = columns.add(max(peak for _, peak in inside) - inside[0][0])
+            # Likewise, it would keep the random state of its forward from the start.
+            stashed = 0 if call is region else RNG_STATE_BYTES
+            lean = columns.add(max(peak for _, peak in inside) - inside[0][0] + stashed)
             first = region.marks["in"]
             since = 0 if again is None else activation[again][0] - activation[region.marks["again"]][0]
             entry = columns.add(activation[first][0] + dropped[first] + since)
@@ -122,7 +127,12 @@ def observe(
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )
     surveyed = [call for call in regions if call.items is not None and trace.pieces]
-    spared = {id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, len(grades)) for c in surveyed}
+    handed = handings(trace, region_of) if trace.pieces else []
+    handing_of = {id(each.call): each for each in handed}
+    spared = {
+        id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, len(grades), handing_of.get(id(c)))
+        for c in surveyed
+    }
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -204,6 +214,7 @@ def observe(
             for grade, action in enumerate(grades)
         ),
         dynamic=tuple(dict.fromkeys(call.unit for call in trace.calls if call.dynamic)),
+        handing=handing_shapes(handed, list(shapes), len(grades), columns.add),
     )
     structure = replace(structure, columns=len(columns.values))
     return Observation(structure, np.array(columns.values), trace.peak_bytes)

@@ -19,7 +19,7 @@ from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, Call, LeanItem
+from lightning_mimose.measure.trace import IS_GONE, Call, LeanItem, ResultItem
 from lightning_mimose.parts import plain_parts
 
 
@@ -38,8 +38,17 @@ class Survey(Protocol):
     def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
         """Packs what is saved in backward by the region's own hook, and returns what stands for it."""
 
+    def returned(self, out: Any) -> None:
+        """Shown what the run in backward returns, before it is over."""
+
     def items(self) -> tuple[LeanItem, ...]:
         """What could be kept in a smaller form."""
+
+    def results(self) -> tuple[ResultItem, ...]:
+        """What of the result can be rebuilt from what is saved."""
+
+    def versions(self) -> dict[int, int]:
+        """Number of what the region was given -> how often it had been written in place before the run in backward."""
 
 
 class Replays:
@@ -152,7 +161,7 @@ class Replays:
             ):
                 yield
             if survey is not None:
-                call.items = survey.items()
+                call.items, call.results, call.versions = survey.items(), survey.results(), survey.versions()
         finally:
             call.seconds = time.perf_counter() - began
             call.dynamic = flops.dynamic

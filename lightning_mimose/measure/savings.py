@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from lightning_mimose.measure.handing import Handing
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, StepTrace
 
 
@@ -28,7 +29,9 @@ class Savings:
     peak_bytes: dict[int, int]
 
 
-def savings(trace: StepTrace, call: Call, held: Set[int], lent: Set[int], grades: int) -> list[Savings]:
+def savings(
+    trace: StepTrace, call: Call, held: Set[int], lent: Set[int], grades: int, handed: Handing | None = None
+) -> list[Savings]:
     """What each grade of lean saves would spare.
 
     Args:
@@ -37,21 +40,32 @@ def savings(trace: StepTrace, call: Call, held: Set[int], lent: Set[int], grades
         held: Storages that somebody else holds, whatever the region does.
         lent: Those that somebody else holds for a while.
         grades: How many there are.
+        handed: What of its result the next call saves: whether or not that one rebuilds it, this one does not.
     """
     items = call.items or ()
     found = []
     for grade in range(1, grades + 1):
         lean = [0 < item.grade <= grade for item in items]
+        if handed is not None and handed.result.item >= 0:
+            lean[handed.result.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
-        found.append(_of_grade(trace, call, lean, taken, items, lent))
+        early = frozenset[int]() if handed is None else handed.early(grade)
+        found.append(_of_grade(trace, call, lean, taken, items, lent, early))
     return found
 
 
 def _of_grade(
-    trace: StepTrace, call: Call, lean: list[bool], taken: list[bool], items: tuple[LeanItem, ...], lent: Set[int]
+    trace: StepTrace,
+    call: Call,
+    lean: list[bool],
+    taken: list[bool],
+    items: tuple[LeanItem, ...],
+    lent: Set[int],
+    early: Set[int],
 ) -> Savings:
     family = {other.key for other in trace.calls if other.within(call)}
     first, last = call.marks["again"], call.marks["again_out"]
+    backward = last
     while last + 1 < len(trace.marks) and trace.marks[last + 1].owner in family:
         last += 1
     spared: set[int] = set()
@@ -75,6 +89,9 @@ def _of_grade(
                         rebuilt.extend(items[number].also)
                     used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
+        if early and backward <= piece.mark <= last:
+            # Rebuilt in the next call's backward already, on the way to what it was handed.
+            relief = sum(items[i].gain_bytes for i in spared - used - early)
         if following is not None and following.event is not None and following.event[:2] == (call.key, DIES):
             # Its other form was made already.
             index = following.event[2]

@@ -49,6 +49,8 @@ class Call:
         seconds: Duration of its recomputation.
         dynamic: Whether sizes in it depend on what tensors hold, see `FlopTally`; of a region.
         items: What of it could be kept in a smaller form, if that was looked at.
+        results: What of its result can be rebuilt from what it saves, likewise.
+        versions: Storage id of what it was given -> how often that had been written in place after the forward.
     """
 
     unit: str
@@ -73,6 +75,8 @@ class Call:
     seconds: float = 0.0
     dynamic: bool = False
     items: tuple[LeanItem, ...] | None = None
+    results: tuple[ResultItem, ...] = ()
+    versions: dict[int, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -124,6 +128,31 @@ class LeanItem:
     is_cached: bool = False
     held_bytes: int = 0
     arguments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResultItem:
+    """A storage that a call's region returned, and that can be rebuilt from what the region saved.
+
+    Attributes:
+        storage: Its id, in the recomputation.
+        grade: The least grade of lean saves that has it.
+        work: What rebuilding it costs, in floating-point operations.
+        temporary_bytes: What lives besides while it is rebuilt.
+        also: Items that are rebuilt on the way, and stay until they are used themselves; itself not among them.
+        item: Its own index among the items, where the region saved it as well; -1 where it did not.
+        arguments: (storage id of what the call was given, grade from which on that is needed for it).
+        version: How often it was written in place when it was returned.
+    """
+
+    storage: int
+    grade: int
+    work: float
+    temporary_bytes: int
+    also: tuple[int, ...]
+    item: int
+    arguments: tuple[tuple[int, int], ...]
+    version: int = 0
 
 
 DIES, IS_USED, IS_GONE, LET_GO = "dies", "is used", "is gone", "is let go of"

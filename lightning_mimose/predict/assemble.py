@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
+from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
 from lightning_mimose.predict.structure import Structure
@@ -66,6 +68,7 @@ def assemble(
     minimum_share: float,
     left_out: frozenset[str] = frozenset(),
     extras: Extras | None = None,
+    handed_on: Mapping[str, int] = MappingProxyType({}),
 ) -> Timeline:
     """Assemble the timeline of one step.
 
@@ -77,12 +80,13 @@ def assemble(
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
         extras: What else may be planned.
+        handed_on: Unit -> up to which grade its result is handed on, see `Structure.handed_on`.
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
     assembly = _Assembly(structure, values, resident, seconds_per_operation, minimum_share, left_out, kinds)
     assembly.add_recompute()
-    assembly.add_lean()
+    assembly.add_lean(handed_on)
     assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN)
     if extras.link is not None:
         assembly.add_offload(extras.link)
@@ -125,8 +129,7 @@ class _Assembly(Rows):
         call, position = layout.in_forward
         here = ((row_of >= 0) & (entry >= 0))[call]
         call, position = call[here], position[here]
-        spared = np.maximum(self.base[position] - limit[call], 0)
-        np.add.at(self.relief, (row_of[call], position), spared)
+        np.add.at(self.relief, (row_of[call], position), self.base[position] - limit[call])
 
     def _recomputing(self, unit: str) -> tuple[float, float]:
         """What recomputing a unit costs: operations, and seconds besides.
@@ -136,8 +139,12 @@ class _Assembly(Rows):
         """
         return self.operations[self.structure.layout.index[unit]], REGION_SECONDS * len(self.calls_of[unit])
 
-    def add_lean(self) -> None:
-        """The grades of lean saves; one that spares hardly more than the grade before it is no choice."""
+    def add_lean(self, handed_on: Mapping[str, int]) -> None:
+        """The grades of lean saves; one that spares hardly more than the grade before it is no choice.
+
+        Args:
+            handed_on: Unit -> up to which grade its result is handed on.
+        """
         structure, layout, first = self.structure, self.structure.layout, len(self.options)
         saved: list[int] = self.value[layout.lean_columns[0]].tolist()
         lent: list[int] = np.append(self.value, 0)[layout.lean_columns[1]].tolist()
@@ -145,6 +152,8 @@ class _Assembly(Rows):
         call_of = [shape.call for shape in structure.lean]
         before: dict[str, int] = {}
         chosen: list[list[int]] = []
+        handing = {structure.calls[each.call].unit: each for each in structure.handing}
+        hands: list[tuple[int, HandingShape]] = []
         for (unit, action), shapes in layout.lean_of.items():
             one = len(shapes) == 1  # as usual: hundreds of units have thousands of these
             spared = saved[shapes[0]] if one else sum(saved[i] for i in shapes)
@@ -156,6 +165,10 @@ class _Assembly(Rows):
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
             looking = LOOK_SECONDS * sum(structure.lean[i].items for i in shapes)
+            handed = handing.get(unit)
+            if handed is not None and handed.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
+                rebuilding += float(self.values[handed.work])
+                hands.append((len(self.options), handed))
             self._add(index, action, rebuilding, looking)
             chosen.append(shapes)
         ones = [shapes[0] for shapes in chosen]
@@ -165,6 +178,22 @@ class _Assembly(Rows):
             for i in shapes[1:]:
                 self.relief[row, : len(structure.positions)] += self._spared(call_of[i], saved[i], lent[i])
                 self._alter([i], [row])
+
+        for row, handed in hands:
+            self._hand_on(row, handed)
+
+    def _hand_on(self, row: int, handed: HandingShape) -> None:
+        """What is spared by a result that the next call rebuilds when its backward begins.
+
+        From then on it is there, and so is what is rebuilt on the way to it, which its own call needs next.
+        """
+        structure, times = self.structure, self.structure.times
+        taken, ends = structure.calls[handed.taker].backward_time, structure.calls[handed.call].end_time
+        also = handed.also_from(GRADES.index(self.options[row].action) + 1)
+        more = self.value[handed.temporary] + (self.value[also] if also >= 0 else 0)
+        spares = self.relief[row, : len(structure.positions)]
+        spares += np.where((handed.since_time <= times) & (times < taken), self.value[handed.size], 0)
+        spares -= np.where((taken <= times) & (times < ends), more, 0)
 
     def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
         """Where lean saves change what is alive inside a call: the rows that each of `shapes` is about."""

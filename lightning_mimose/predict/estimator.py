@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation
 from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Waits
 from lightning_mimose.predict.structure import Structure
 
@@ -81,6 +82,7 @@ class Estimator:
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
         self._waits, self._habits = Waits(), Habits()
         self._rate: float | None = None
+        self._handed: tuple[dict[str, int], frozenset[str]] | None = None
         self._proven: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -142,7 +144,7 @@ class Estimator:
             inner = (k for k in like if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
             known.pop(next(inner, like[0]))
         self._latest.pop(names, None)
-        self._latest[names], self._rate = structure, None
+        self._latest[names], self._rate, self._handed = structure, None, None
         self._fits.clear()
 
     def _known_as(self, structure: Structure) -> dict[tuple[tuple[str, int], ...], NDArray[np.float64]]:
@@ -163,7 +165,26 @@ class Estimator:
         if refined is None or refined not in self._observed:
             return False
         self._known_as(refined)
+        self._handed = None
         return True
+
+    @property
+    def handed_on(self) -> dict[str, int]:
+        """Unit -> up to which grade its result is handed on, in steps of every shape that calls it."""
+        return self._handing[0]
+
+    @property
+    def takers(self) -> frozenset[str]:
+        """The units that are given such results."""
+        return self._handing[1]
+
+    @property
+    def _handing(self) -> tuple[dict[str, int], frozenset[str]]:
+        if self._handed is None:
+            pairs = ((structure.calls, each.taker) for structure in self._observed for each in structure.handing)
+            takers = frozenset(calls[taker].unit for calls, taker in pairs)
+            self._handed = common(structure.handed_on for structure in self._observed), takers
+        return self._handed
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.handing import NOT_TAKEN, HandingShape, limits
 from lightning_mimose.predict.layout import Layout
 from lightning_mimose.predict.paths import Path
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
@@ -35,6 +36,7 @@ class Structure:
         columns: Number of columns.
         old_gradient_bytes: Bytes of gradients at the measured steps' start, in a loop that frees them when it likes.
         lean: What lean saves of each grade would change.
+        handing: What lean units may hand on to the next ones.
         dynamic: Units inside which sizes depend on what tensors hold (a router's choice), not on the batch's alone.
     """
 
@@ -48,6 +50,7 @@ class Structure:
     old_gradient_bytes: int | None = None
     lean: tuple[LeanShape, ...] = ()
     dynamic: tuple[str, ...] = field(default=(), compare=False)
+    handing: tuple[HandingShape, ...] = ()
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Structure:
@@ -67,6 +70,7 @@ class Structure:
             old_gradient_bytes=data.get("old_gradient_bytes"),
             lean=tuple(LeanShape(**each) for each in lean),
             dynamic=tuple(data.get("dynamic", ())),
+            handing=tuple(HandingShape.of(each) for each in data.get("handing", ())),
         )
 
     @cached_property
@@ -94,8 +98,19 @@ class Structure:
         """Itself, or if others held inputs longer in an equal step, or lean units borrowed more: the same with that."""
         loose = tuple(mine.with_holds_of(its) for mine, its in zip(self.loose, other.loose, strict=True))
         lean = tuple(mine.with_loans_of(its) for mine, its in zip(self.lean, other.lean, strict=True))
-        parts = zip((*loose, *lean), (*self.loose, *self.lean), strict=True)
-        return self if all(new is old for new, old in parts) else replace(self, loose=loose, lean=lean)
+        handing = tuple(mine.with_holds_of(its) for mine, its in zip(self.handing, other.handing, strict=True))
+        parts = zip((*loose, *lean, *handing), (*self.loose, *self.lean, *self.handing), strict=True)
+        same = all(new is old for new, old in parts)
+        return self if same else replace(self, loose=loose, lean=lean, handing=handing)
+
+    @cached_property
+    def handed_on(self) -> dict[str, int]:
+        """Unit that is called -> up to which grade its result is handed on; 0, or `NOT_TAKEN`, where it is not."""
+        needs, grades = [each.needs for each in self.handing], [each.grade for each in self.handing]
+        found = dict.fromkeys(self.units, NOT_TAKEN)
+        for each, limit in zip(self.handing, limits(needs, grades), strict=True):
+            found[self.calls[each.call].unit] = limit if each.since_time < NEVER else 0
+        return found
 
     def contradicted(
         self, fates: Mapping[frozenset[str], Collection[str] | None], acting: Collection[str]
@@ -136,6 +151,7 @@ class Structure:
                 self.columns,
                 self.old_gradient_bytes,
                 self.lean,
+                self.handing,
             )
         )
 

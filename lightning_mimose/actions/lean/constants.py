@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class Constants(TorchFunctionMode):
         self.seen.clear()
         self.versions.clear()
         self.changed.clear()
+
+    def begins_with(self, given: Iterable[Any]) -> None:
+        """Take what the unit was given as it is now, whatever was written on it before."""
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                base = base_of(tensor)
+                if base._version and base.grad_fn is not None:
+                    self.versions[base.grad_fn, base.output_nr] = base._version
 
     def is_result(self, base: torch.Tensor) -> bool:
         """Whether a tensor is what its node has made, and no one has written it since."""

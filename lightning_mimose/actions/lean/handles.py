@@ -155,13 +155,18 @@ class Rebuilt(Handle):
     It stays as long as autograd would have kept it from its first use on: until every operation that saved it is done.
     """
 
-    __slots__ = ("__weakref__", "_memo", "_task", "uses")
+    __slots__ = ("__weakref__", "_kept", "_memo", "_task", "uses")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         super().__init__(nbytes, shape, grade)
         self.uses = 0
         self._task = (-1, 0)
         self._memo: torch.Tensor | None = None
+        self._kept: Kept | None = None
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """It is there after all, for somebody else keeps it as long."""
+        self._kept = Kept(tensor)
 
     @property
     def rebuilt(self) -> Rebuilt:
@@ -170,6 +175,8 @@ class Rebuilt(Handle):
 
     def value(self) -> torch.Tensor:
         """The value, made now or at another use in the same backward pass."""
+        if self._kept is not None:
+            return self._kept.value()
         task = _pass()
         if task != self._task or task[0] == -1:
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.lean.handles import (
     Handle,
@@ -30,6 +31,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
+from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import Place, Sites
 from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
@@ -37,6 +39,7 @@ from lightning_mimose.menu import MASKS
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
+_RETURNED = "another unit"
 WIDEST = 8
 """How many times its own size may be made on the way to a tensor: to rebuild a sum over much spares next to nothing."""
 
@@ -62,10 +65,11 @@ class LeanSaves:
         compared: Whether a place was met for the first time, so that its tensor was there twice.
         differed: Whether it could not be rebuilt bit for bit.
         notes: What operations were called with.
+        spoiled: Units whose results were changed before this one saved them.
 
     Args:
         sites: What is known about the unit's places.
-        grade: What may be rebuilt, see `grades.GRADES`; 1 is the first of them.
+        grade: What may be rebuilt, see `grades.GRADES`; 1 is the first of them. 0 for nothing of the unit's own.
         told: Shown everything that is saved, in order.
         applies: Whether what is decided comes true. Otherwise (in a survey) a recipe that was never tried is taken to
             be right, and masks are not packed.
@@ -73,6 +77,7 @@ class LeanSaves:
         leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
         held: What somebody else keeps alive (arguments, buffers): another form of it would be more memory.
         given: What of it may be used again in backward (arguments): whoever uses it has to see that nobody changes it.
+        returned: What lean units before this one have returned: it is rebuilt wherever this one would keep it.
     """
 
     def __init__(
@@ -86,16 +91,19 @@ class LeanSaves:
         held: Iterable[Any] = (),
         given: Iterable[Any] = (),
         small_bytes: int = SMALL_BYTES,
+        returned: Returned | None = None,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
+        self._returned = returned
         self._values = Values(grade, leaves)
+        self.notes = self._values.notes
         self._held: set[int] = set()
         self.hold(held, given)
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
         self.compared = self.differed = False
-        self.notes = self._values.notes
+        self.spoiled: set[str] = set()
 
     @property
     def borrowed(self) -> list[torch.Tensor]:
@@ -104,8 +112,10 @@ class LeanSaves:
 
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""
+        given = list(given)
         arguments = storages_of(given)
         self._values.arguments |= arguments
+        self.notes.begins_with(given)
         self._held |= arguments | storages_of(held)
 
     @contextmanager
@@ -154,10 +164,18 @@ class LeanSaves:
         if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
-        if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
+        result = self._returned.of(storage) if self._returned else None
+        if result is not None:
+            return self._anothers(result, tensor, base)
+        if not self._grade or storage.nbytes() < self._small_bytes:
             return Kept(tensor)
+        if storage._cdata in self._held:
+            kept = Kept(tensor)
+            if base is tensor and node is not None and storage._cdata in self._values.arguments:
+                self._values.found.setdefault((node, output), kept)  # a residual stream: what is added to it
+            return kept
         # The same memory is the same value if it looks the same and nobody has changed it in between.
-        state = base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
+        state = state_of(base)
         # By its address, which is another storage's once it is gone.
         ref, known, as_found = self._storages.get(storage._cdata, (None, None, state))
         if ref is not None and ref() is not storage:
@@ -181,6 +199,54 @@ class LeanSaves:
         if self._told is not None:
             self._told(Saved(storage, base, handle))
         return handle
+
+    def _anothers(self, result: Result, tensor: torch.Tensor, base: torch.Tensor) -> Handle:
+        """What another unit has returned, and this one saves."""
+        handle: Handle | None = None
+        if result.is_unchanged(base) and tensor.dtype == base.dtype:
+            handle = result.handle if base is tensor else View(result.handle, tensor)
+            place = Place(self._count, _RETURNED, 0)
+            if place not in self._sites.checked and result.has_bits_of(base):
+                self._sites.checked.add(place)  # without the memory of another copy
+            handle = handle if self._is_right(place, handle, tensor) else None
+        if handle is None:
+            self.spoiled.add(result.unit)
+        if base.grad_fn is not None:
+            self._values.found[base.grad_fn, base.output_nr] = None if handle is None else result.handle
+        return Kept(tensor) if handle is None else handle
+
+    def results(self, out: Any) -> Iterator[tuple[torch.Tensor, Recipe]]:
+        """What of a call's result is rebuilt from what it saves; to be asked for before `close`.
+
+        Args:
+            out: What the forward returned.
+        """
+        for number, (base, node) in enumerate(_made_in(out)):
+            recipe = self._result(base, node, base.output_nr)
+            if recipe is not None and self._is_right(Place(-1 - number, node.name(), 0), recipe, base):
+                yield base, recipe
+
+    def compare_results(self, out: Any) -> None:
+        """Find out which of them are rebuilt bit for bit."""
+        for _ in self.results(out):
+            pass
+
+    def keep_results(self, out: Any) -> None:
+        """Others keep them as long: what saved them as well need not rebuild them."""
+        for base, _ in _made_in(out):
+            ref, known, as_found = self._storages.get(base.untyped_storage()._cdata, (None, None, None))
+            if isinstance(known, Recipe) and ref() is base.untyped_storage() and as_found == state_of(base):
+                known.keep(base)
+
+    def _result(self, base: torch.Tensor, node: Any, output: int) -> Recipe | None:
+        storage = base.untyped_storage()
+        if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
+            return None
+        ref, known, as_found = self._storages.get(storage._cdata, (None, None, None))
+        if ref is not None and ref() is storage:  # an operation saved it
+            return known if isinstance(known, Recipe) and as_found == state_of(base) else None
+        found = self._find(base, storage, node, output)
+        return found if isinstance(found, Recipe) else None
 
     def _find(self, base: torch.Tensor, storage: torch.UntypedStorage, node: Any, output: int) -> Handle | None:
         found: Handle | None = None
@@ -212,6 +278,18 @@ class LeanSaves:
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
         return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=self._applies)
+
+
+def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """The tensors with gradients that a unit returned, or that it returned views of, and the nodes that made them."""
+    known: set[int] = set()
+    for tensor in tree_leaves(out):
+        if isinstance(tensor, torch.Tensor) and is_plain(tensor):
+            base = base_of(tensor)
+            node = base.grad_fn
+            if node is not None and is_plain(base) and base.untyped_storage()._cdata not in known:
+                known.add(base.untyped_storage()._cdata)
+                yield base, node
 
 
 @lru_cache(maxsize=64)

@@ -18,13 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Recipe, Use, View
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Recipe, Use, View, is_plain
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.casts import may_be_cached
-from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
+from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem, ResultItem
 from lightning_mimose.menu import GRADES
 
 
@@ -64,6 +64,8 @@ class LeanSurvey:
         self._packs: list[_Found | None] = []
         self._found: list[_Found] = []
         self._items: tuple[LeanItem, ...] = ()
+        self._results: tuple[ResultItem, ...] = ()
+        self._versions: dict[int, int] = {}
         self._watching = False
         self._saves: LeanSaves | None = None
         self._latest: _Found | None = None
@@ -100,6 +102,7 @@ class LeanSurvey:
     @contextmanager
     def recompute_run(self) -> Iterator[None]:
         """Watch what is saved."""
+        self._versions = {self._identify(each.untyped_storage()): each._version for each in _plain(self._given.live())}
         self._saves = LeanSaves(
             self._sites, len(GRADES), self._told, applies=False, held=self._held.live(), given=self._given.live()
         )
@@ -176,6 +179,36 @@ class LeanSurvey:
             tuple({self._identify(each) for each in _arguments(handle)}),
         )
 
+    def returned(self, out: Any) -> None:
+        """See `Survey`."""
+        if self._saves is not None:
+            found = (self._result(base, recipe) for base, recipe in self._saves.results(out))
+            self._results = tuple(each for each in found if each is not None)
+
+    def _result(self, base: torch.Tensor, recipe: Recipe) -> ResultItem | None:
+        kept = self._by_storage.get(base.untyped_storage())
+        if kept is not None and kept.kept:
+            return None
+        own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
+        also: set[int] = set()
+        temporary, work = _rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
+        given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
+        needed: dict[int, int] = {}
+        for storage, grade in _sources(recipe, recipe.grade, set()):
+            if storage._cdata in given:
+                number = self._identify(storage)
+                needed[number] = min(grade, needed.get(number, grade))
+        return ResultItem(
+            self._identify(base.untyped_storage()),
+            recipe.grade,
+            work,
+            temporary,
+            tuple(sorted(also)),
+            own.get(id(recipe), -1),
+            tuple(sorted(needed.items())),
+            base._version,
+        )
+
     def _is_used(self, number: int) -> None:
         """Backward asks for something that was saved."""
         found = self._packs[number] if number < len(self._packs) else None
@@ -188,6 +221,18 @@ class LeanSurvey:
     def items(self) -> tuple[LeanItem, ...]:
         """See `Survey`."""
         return self._items
+
+    def results(self) -> tuple[ResultItem, ...]:
+        """See `Survey`."""
+        return self._results
+
+    def versions(self) -> dict[int, int]:
+        """See `Survey`."""
+        return self._versions
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (each for each in tensors if is_plain(each) and not each.is_inference())
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,6 +266,17 @@ def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
             yield base.value().untyped_storage()
         elif not base.is_saved:
             yield from _arguments(base)
+
+
+def _sources(recipe: Recipe, grade: int, seen: set[int]) -> Iterator[tuple[torch.UntypedStorage, int]]:
+    """What a value is rebuilt from in the end, each with the grade from which on that is so."""
+    seen.add(id(recipe))
+    for each in recipe.inputs:
+        base = each.base if isinstance(each, View) else each
+        if isinstance(base, Kept):
+            yield base.value().untyped_storage(), max(grade, base.needed_grade)
+        elif isinstance(base, Recipe) and id(base) not in seen:
+            yield from _sources(base, max(grade, base.grade), seen)
 
 
 class _Making(NamedTuple):

@@ -1,0 +1,96 @@
+"""What lean units return to the next one: rebuilt from what they save themselves, wherever that one would keep it.
+
+A block's output is one operation away from what the block saves (a norm's result, a sum and a ReLU), and yet the next
+block saves it, or holds it to run again. So it is looked up here by whoever saves a tensor, and its recipe is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.lean.handles import Handle
+
+
+class Result:
+    """One such tensor.
+
+    Attributes:
+        handle: What it is rebuilt by.
+        unit: Whose result it is.
+    """
+
+    def __init__(self, base: torch.Tensor, handle: Handle, unit: str, *, read: bool) -> None:
+        self.handle, self.unit = handle, unit
+        self._state = state_of(base)
+        self._checksum = checksum(base) if read else None
+
+    def is_unchanged(self, base: torch.Tensor) -> bool:
+        """Whether nobody has changed it in a way that autograd would see, or looks at more or less of it."""
+        return state_of(base) == self._state
+
+    def has_bits_of(self, base: torch.Tensor) -> bool:
+        """Whether nobody has changed it at all; not known, and no, if its bits were not read."""
+        return self._checksum is not None and checksum(base) == self._checksum
+
+
+class Returned:
+    """What lean units have returned so far in a step, as long as it is there.
+
+    Example:
+        >>> from lightning_mimose.actions.lean.handles import Kept
+        >>> returned, hidden = Returned(), torch.ones(2, 2)
+        >>> returned.add(hidden, Kept(torch.ones(2, 2)), "block", read=True)
+        >>> returned.of(hidden.untyped_storage()).has_bits_of(hidden), len(returned)
+        (True, 1)
+        >>> del hidden
+        >>> len(returned)
+        0
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[weakref.ref[torch.UntypedStorage], Result]] = {}
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._results)
+
+    def add(self, base: torch.Tensor, handle: Handle, unit: str, *, read: bool) -> None:
+        """A unit returns a tensor, or a view of it.
+
+        Args:
+            base: The tensor.
+            handle: What it is rebuilt by.
+            unit: The unit.
+            read: Whether somebody will ask for its bits.
+        """
+        storage = base.untyped_storage()
+        forget = partial(_forget, self._results, storage._cdata)
+        self._results[storage._cdata] = weakref.ref(storage, forget), Result(base, handle, unit, read=read)
+
+    def of(self, storage: torch.UntypedStorage) -> Result | None:
+        """What was returned in a storage."""
+        ref, result = self._results.get(storage._cdata, (None, None))
+        return result if ref is not None and ref() is storage else None
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._results.clear()
+
+
+def _forget(
+    results: dict[int, tuple[weakref.ref[torch.UntypedStorage], Result]],
+    address: int,
+    ref: weakref.ref[torch.UntypedStorage],
+) -> None:
+    """A storage is gone; another one may have its address by now."""
+    if address in results and results[address][0] is ref:
+        del results[address]
+
+
+def state_of(base: torch.Tensor) -> tuple[object, ...]:
+    """What is another if somebody has written a tensor, or looks at more or less of its storage."""
+    return base._version, base.shape, base.stride(), base.storage_offset(), base.dtype

@@ -1,0 +1,145 @@
+"""Results that a region returns and the next one saves, and that could be rebuilt from what the first one saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_mimose.measure.trace import Call, ResultItem, StepTrace
+from lightning_mimose.predict.handing import HandingShape, limits
+from lightning_mimose.predict.shapes import NEVER
+
+
+@dataclass(frozen=True)
+class Handing:
+    """One such result.
+
+    Attributes:
+        call: The region that returns it.
+        taker: The region that saves it.
+        nbytes: Its bytes.
+        result: What was found out when the first one ran again.
+        needs: (index of another, number of the grade from which on that is needed for it).
+        limit: Up to which grade it is handed on, see `predict.handing.limits`.
+        since_time: From when on nobody else holds it, `NEVER` if that was not seen.
+    """
+
+    call: Call
+    taker: Call
+    nbytes: int
+    result: ResultItem
+    needs: tuple[tuple[int, int], ...]
+    limit: int
+    since_time: int
+
+    def early(self, grade: int) -> frozenset[int]:
+        """Items of the call that are rebuilt before its own backward, if it is handed on in a grade."""
+        return self.on_the_way(grade) if self.result.grade <= grade <= self.limit else frozenset()
+
+    def on_the_way(self, grade: int) -> frozenset[int]:
+        """Items that are rebuilt on the way to it in a grade, and stay."""
+        items = self.call.items or ()
+        found: set[int] = set()
+        waiting = list(self.result.also)
+        while waiting:
+            index = waiting.pop()
+            if 0 < items[index].grade <= grade and index not in found and index != self.result.item:
+                found.add(index)
+                waiting.extend(items[index].also)
+        return frozenset(found)
+
+    def also_bytes(self, grade: int) -> int:
+        """Bytes of these."""
+        return sum((self.call.items or ())[index].gain_bytes for index in self.on_the_way(grade))
+
+    def temporary_bytes(self, grade: int) -> int:
+        """What lives besides while it is rebuilt."""
+        items = self.call.items or ()
+        return max(self.result.temporary_bytes, *(items[i].temporary_bytes for i in self.on_the_way(grade)), 0)
+
+
+def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
+    """Find them, in order of the forward.
+
+    It has to be given to one region alone, which saves it, and to be returned by no other; each of the two units is
+    called once in the step.
+
+    Args:
+        trace: The recorded step.
+        region_of: Identity of a call -> the region that it is in.
+    """
+    given: dict[int, set[int]] = {}
+    saved: dict[int, set[int]] = {}
+    returned: dict[int, set[int]] = {}
+    for call in trace.calls:
+        region = id(region_of[id(call)])
+        for numbers, by in ((call.inputs, given), (call.saved, saved), (call.returned, returned)):
+            for number in numbers:
+                by.setdefault(number, set()).add(region)
+    regions = {id(c): c for c in trace.calls if c is region_of[id(c)] and {"again", "backward"} <= c.marks.keys()}
+    calls = Counter(call.unit for call in trace.calls)
+    results: list[tuple[Call, Call, int, ResultItem]] = []
+    for call in regions.values():
+        twin_of = {twin: storage for storage, twin in call.pairs}
+        for result in call.results:
+            storage = twin_of.get(result.storage)
+            if storage is None or storage in trace.saved_between or returned[storage] != {id(call)}:
+                continue
+            users = given.get(storage, set())
+            taker = regions.get(next(iter(users))) if len(users) == 1 else None
+            if taker is None or taker is call or taker.items is None:  # it was not looked at: compiled code is not
+                continue
+            if saved.get(storage) != users or storage not in taker.inputs:
+                continue
+            if taker.versions.get(storage) != result.version:  # it is another one by the time that it is saved
+                continue
+            if calls[call.unit] == calls[taker.unit] == 1:
+                results.append((call, taker, storage, result))
+    index = {storage: i for i, (_, _, storage, _) in enumerate(results)}
+    needs = [[(index[a], grade) for a, grade in result.arguments if a in index] for _, _, _, result in results]
+    found = []
+    for (call, taker, storage, result), before, limit in zip(
+        results, needs, limits(needs, [result.grade for *_, result in results]), strict=True
+    ):
+        let_go = trace.let_go.get(storage, NEVER)
+        since = NEVER if let_go >= NEVER else max(let_go + 1, taker.marks["out"])
+        found.append(Handing(call, taker, taker.inputs[storage], result, tuple(before), limit, since))
+    return found
+
+
+def handing_shapes(
+    found: Sequence[Handing], order: Sequence[int], grades: int, add: Callable[[float], int]
+) -> tuple[HandingShape, ...]:
+    """The same as parts of a structure.
+
+    Args:
+        found: See `handings`.
+        order: Identities of all calls.
+        grades: How many there are.
+        add: Adds a column, and returns its index.
+    """
+    index = {identity: i for i, identity in enumerate(order)}
+    shapes = []
+    for each in found:
+        also: list[tuple[int, int]] = []
+        before: frozenset[int] = frozenset()
+        for grade in range(each.result.grade, grades + 1):
+            on_the_way = each.on_the_way(grade)
+            if on_the_way != before:
+                also.append((grade, add(each.also_bytes(grade))))
+                before = on_the_way
+        shapes.append(
+            HandingShape(
+                call=index[id(each.call)],
+                taker=index[id(each.taker)],
+                size=add(each.nbytes),
+                grade=each.result.grade,
+                work=add(each.result.work),
+                temporary=add(each.temporary_bytes(grades)),
+                also=tuple(also),
+                needs=each.needs,
+                since_time=each.since_time,
+            )
+        )
+    return tuple(shapes)
