@@ -170,10 +170,10 @@ class LeanSaves:
         if not self._grade or storage.nbytes() < self._small_bytes:
             return Kept(tensor)
         if storage._cdata in self._held:
-            kept = Kept(tensor)
-            if base is tensor and node is not None and storage._cdata in self._values.arguments:
-                self._values.found.setdefault((node, output), kept)  # a residual stream: what is added to it
-            return kept
+            if node is not None and storage._cdata in self._values.arguments:
+                # A residual stream: something is added to it.
+                self._values.found.setdefault((node, output), Kept(base))
+            return Kept(tensor)
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = state_of(base)
         # By its address, which is another storage's once it is gone.
