@@ -83,7 +83,7 @@ class _Calls:
         action = session.actions.get(name)
         if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
-        if session.returned and name in session.takers and self._may_take(action):
+        if session.returned and name in session.taking and self._may_take(action):
             return self._taking(action, args, kwargs)
         return self._in_reach(action, args, kwargs)
 
@@ -115,7 +115,6 @@ class _Calls:
                 return self._in_reach(action, args, kwargs)
         finally:
             saves.close()
-            self._session.unread.discard(self._name)
             self._learn_from(saves, self._taken)
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,6 +250,8 @@ class _Calls:
         session.surprised |= not saves.spoiled <= session.spoiled
         session.spoiled |= saves.spoiled
         session.compared |= saves.compared
+        if saves.took:
+            session.read.add((self._name, session.is_lean(self._name)))
         if saves.differed:
             session.surprised = True
             names = {place.made_by or "a mask" for place in different}
@@ -299,7 +300,6 @@ class _Calls:
                 out = self._original(*args, **kwargs)
                 if self._name in session.hands_on:
                     self._return(saves, out, session.hands_on[self._name] >= grade)
-            session.unread.discard(self._name)
             self._learn_from(saves)
             self._note_given(saves.borrowed)
             return out
@@ -313,7 +313,7 @@ class _Calls:
             saves.keep_results(out)
             return
         for base, recipe in saves.results(out):
-            session.returned.add(base, recipe, self._name, read=bool(session.unread))
+            session.returned.add(base, recipe, self._name, read=session.unread(self._name))
 
     def _recomputed(
         self,

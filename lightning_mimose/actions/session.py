@@ -61,9 +61,10 @@ class Session:
         stops: Where this step may have to wait for other jobs, if it may.
         hands_on: Unit whose result the next one saves -> up to which grade of lean saves that one rebuilds it; beyond
             it keeps it, so that the unit itself need not rebuild it.
-        takers: Those next ones.
+        takers: Those next ones, by that unit.
+        taking: All of them.
         returned: What they may rebuild.
-        unread: Those of them that have not yet been seen to save what was returned, bit for bit.
+        read: (unit, whether it was lean) that was seen to save what it was given as it was returned, bit for bit.
         spoiled: Units whose results were changed before they were saved.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
         news: Whether units were tried or left out since plans were last told of it.
@@ -98,9 +99,10 @@ class Session:
     indivisible: dict[str, str] = field(default_factory=dict)
     stops: Stops | None = None
     hands_on: Mapping[str, int] = field(default_factory=dict)
-    takers: frozenset[str] = frozenset()
+    takers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    taking: frozenset[str] = frozenset()
     returned: Returned = field(default_factory=Returned)
-    unread: set[str] = field(default_factory=set)
+    read: set[tuple[str, bool]] = field(default_factory=set)
     spoiled: set[str] = field(default_factory=set)
     learning_steps: int = 0
     news: bool = False
@@ -142,10 +144,19 @@ class Session:
         self.given.clear()
         self.returned.clear()
 
-    def hand_on(self, units: Mapping[str, int], takers: frozenset[str]) -> None:
+    def hand_on(self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]]) -> None:
         """Say what becomes of lean units' results from now on: see `hands_on` and `takers`."""
-        self.unread |= takers - self.takers
+        if takers is not self.takers:
+            self.taking = frozenset().union(*takers.values())
         self.hands_on, self.takers = units, takers
+
+    def is_lean(self, unit: str) -> bool:
+        """Whether a unit is kept lean in this step."""
+        return self.actions.get(unit) in GRADES
+
+    def unread(self, unit: str) -> bool:
+        """Whether somebody who is given a unit's result has not yet been seen to save it as it was returned."""
+        return any((taker, self.is_lean(taker)) not in self.read for taker in self.takers.get(unit, ()))
 
     def meet(self, name: str) -> str | None:
         """A unit is called that the plan knows nothing of; returns what it is to do."""

@@ -82,7 +82,7 @@ class Estimator:
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
         self._waits, self._habits = Waits(), Habits()
         self._rate: float | None = None
-        self._handed: tuple[dict[str, int], frozenset[str]] | None = None
+        self._handed: tuple[dict[str, int], dict[str, frozenset[str]]] | None = None
         self._proven: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -174,15 +174,18 @@ class Estimator:
         return self._handing[0]
 
     @property
-    def takers(self) -> frozenset[str]:
-        """The units that are given such results."""
+    def takers(self) -> dict[str, frozenset[str]]:
+        """Unit whose result could be rebuilt -> the units that are given it."""
         return self._handing[1]
 
     @property
-    def _handing(self) -> tuple[dict[str, int], frozenset[str]]:
+    def _handing(self) -> tuple[dict[str, int], dict[str, frozenset[str]]]:
         if self._handed is None:
-            pairs = ((structure.calls, each.taker) for structure in self._observed for each in structure.handing)
-            takers = frozenset(calls[taker].unit for calls, taker in pairs)
+            takers: dict[str, frozenset[str]] = {}
+            for structure in self._observed:
+                for each in structure.handing:
+                    unit, taker = structure.calls[each.call].unit, structure.calls[each.taker].unit
+                    takers[unit] = takers.get(unit, frozenset()) | {taker}
             self._handed = common(structure.handed_on for structure in self._observed), takers
         return self._handed
 

@@ -65,6 +65,7 @@ class LeanSaves:
         compared: Whether a place was met for the first time, so that its tensor was there twice.
         differed: Whether it could not be rebuilt bit for bit.
         notes: What operations were called with.
+        took: Whether it has saved what another unit had returned.
         spoiled: Units whose results were changed before this one saved them.
 
     Args:
@@ -102,7 +103,7 @@ class LeanSaves:
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
-        self.compared = self.differed = False
+        self.compared = self.differed = self.took = False
         self.spoiled: set[str] = set()
 
     @property
@@ -203,6 +204,7 @@ class LeanSaves:
     def _anothers(self, result: Result, tensor: torch.Tensor, base: torch.Tensor) -> Handle:
         """What another unit has returned, and this one saves."""
         handle: Handle | None = None
+        self.took = True
         if result.is_unchanged(base) and tensor.dtype == base.dtype:
             handle = result.handle if base is tensor else View(result.handle, tensor)
             place = Place(self._count, _RETURNED, 0)
