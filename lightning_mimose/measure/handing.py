@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_mimose.measure.trace import Call, ResultItem, StepTrace
-from lightning_mimose.predict.handing import HandingShape, limits
+from lightning_mimose.predict.handing import NO_GRADE, HandingShape, limits
 from lightning_mimose.predict.shapes import NEVER
 
 
@@ -19,7 +19,7 @@ class Handing:
         call: The region that returns it.
         taker: The region that saves it.
         nbytes: Its bytes.
-        result: What was found out when the first one ran again.
+        result: What was found out when the first one ran again; None if nothing rebuilds it.
         needs: (index of another, number of the grade from which on that is needed for it).
         limit: Up to which grade it is handed on, see `predict.handing.limits`.
         since_time: From when on nobody else holds it, `NEVER` if that was not seen.
@@ -28,23 +28,33 @@ class Handing:
     call: Call
     taker: Call
     nbytes: int
-    result: ResultItem
+    result: ResultItem | None
     needs: tuple[tuple[int, int], ...]
     limit: int
     since_time: int
 
     def early(self, grade: int) -> frozenset[int]:
         """Items of the call that are rebuilt before its own backward, if it is handed on in a grade."""
-        return self.on_the_way(grade) if self.result.grade <= grade <= self.limit else frozenset()
+        return self.on_the_way(grade) if self.grade <= grade <= self.limit else frozenset()
+
+    @property
+    def grade(self) -> int:
+        """The least grade that has it."""
+        return NO_GRADE if self.result is None else self.result.grade
+
+    @property
+    def item(self) -> int:
+        """Its own index among the items of the call; -1 where it is none."""
+        return -1 if self.result is None else self.result.item
 
     def on_the_way(self, grade: int) -> frozenset[int]:
         """Items that are rebuilt on the way to it in a grade, and stay."""
         items = self.call.items or ()
         found: set[int] = set()
-        waiting = list(self.result.also)
+        waiting = [] if self.result is None else list(self.result.also)
         while waiting:
             index = waiting.pop()
-            if 0 < items[index].grade <= grade and index not in found and index != self.result.item:
+            if 0 < items[index].grade <= grade and index not in found and index != self.item:
                 found.add(index)
                 waiting.extend(items[index].also)
         return frozenset(found)
@@ -55,8 +65,8 @@ class Handing:
 
     def temporary_bytes(self, grade: int) -> int:
         """What lives besides while it is rebuilt."""
-        items = self.call.items or ()
-        return max(self.result.temporary_bytes, *(items[i].temporary_bytes for i in self.on_the_way(grade)), 0)
+        items, own = self.call.items or (), 0 if self.result is None else self.result.temporary_bytes
+        return max(own, *(items[i].temporary_bytes for i in self.on_the_way(grade)), 0)
 
 
 def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
@@ -79,12 +89,11 @@ def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
                 by.setdefault(number, set()).add(region)
     regions = {id(c): c for c in trace.calls if c is region_of[id(c)] and {"again", "backward"} <= c.marks.keys()}
     calls = Counter(call.unit for call in trace.calls)
-    results: list[tuple[Call, Call, int, ResultItem]] = []
+    results: list[tuple[Call, Call, int, ResultItem | None]] = []
     for call in regions.values():
-        twin_of = {twin: storage for storage, twin in call.pairs}
-        for result in call.results:
-            storage = twin_of.get(result.storage)
-            if storage is None or storage in trace.saved_between or returned[storage] != {id(call)}:
+        known = {result.storage: result for result in call.results}
+        for storage, twin in dict(call.pairs).items():
+            if call.items is None or storage in trace.saved_between or returned[storage] != {id(call)}:
                 continue
             users = given.get(storage, set())
             taker = regions.get(next(iter(users))) if len(users) == 1 else None
@@ -92,19 +101,23 @@ def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
                 continue
             if saved.get(storage) != users or storage not in taker.inputs:
                 continue
-            if taker.versions.get(storage) != result.version:  # it is another one by the time that it is saved
-                continue
             if calls[call.unit] == calls[taker.unit] == 1:
+                result = known.get(twin)
+                if result is not None and taker.versions.get(storage) != result.version:
+                    result = None  # it is another one by the time that it is saved
                 results.append((call, taker, storage, result))
     index = {storage: i for i, (_, _, storage, _) in enumerate(results)}
-    needs = [[(index[a], grade) for a, grade in result.arguments if a in index] for _, _, _, result in results]
+    needs = [
+        tuple((index[a], grade) for a, grade in result.arguments if a in index) if result is not None else ()
+        for _, _, _, result in results
+    ]
     found = []
     for (call, taker, storage, result), before, limit in zip(
-        results, needs, limits(needs, [result.grade for *_, result in results]), strict=True
+        results, needs, limits(needs, [NO_GRADE if r is None else r.grade for *_, r in results]), strict=True
     ):
         let_go = trace.let_go.get(storage, NEVER)
         since = NEVER if let_go >= NEVER else max(let_go + 1, taker.marks["out"])
-        found.append(Handing(call, taker, taker.inputs[storage], result, tuple(before), limit, since))
+        found.append(Handing(call, taker, taker.inputs[storage], result, before, limit, since))
     return found
 
 
@@ -120,26 +133,17 @@ def handing_shapes(
         add: Adds a column, and returns its index.
     """
     index = {identity: i for i, identity in enumerate(order)}
-    shapes = []
-    for each in found:
-        also: list[tuple[int, int]] = []
-        before: frozenset[int] = frozenset()
-        for grade in range(each.result.grade, grades + 1):
-            on_the_way = each.on_the_way(grade)
-            if on_the_way != before:
-                also.append((grade, add(each.also_bytes(grade))))
-                before = on_the_way
-        shapes.append(
-            HandingShape(
-                call=index[id(each.call)],
-                taker=index[id(each.taker)],
-                size=add(each.nbytes),
-                grade=each.result.grade,
-                work=add(each.result.work),
-                temporary=add(each.temporary_bytes(grades)),
-                also=tuple(also),
-                needs=each.needs,
-                since_time=each.since_time,
-            )
+    return tuple(
+        HandingShape(
+            call=index[id(each.call)],
+            taker=index[id(each.taker)],
+            size=add(each.nbytes),
+            work=add(0.0 if each.result is None else each.result.work),
+            temporary=add(each.temporary_bytes(grades)),
+            also=tuple(add(each.also_bytes(grade)) for grade in range(1, grades + 1)),
+            grade=each.grade,
+            needs=each.needs,
+            since_time=each.since_time,
         )
-    return tuple(shapes)
+        for each in found
+    )

@@ -46,8 +46,8 @@ def savings(
     found = []
     for grade in range(1, grades + 1):
         lean = [0 < item.grade <= grade for item in items]
-        if handed is not None and handed.result.item >= 0:
-            lean[handed.result.item] = False
+        if handed is not None and handed.item >= 0:
+            lean[handed.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
         early = frozenset[int]() if handed is None else handed.early(grade)
         found.append(_of_grade(trace, call, lean, taken, items, lent, early))

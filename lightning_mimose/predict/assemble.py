@@ -189,8 +189,8 @@ class _Assembly(Rows):
         """
         structure, times = self.structure, self.structure.times
         taken, ends = structure.calls[handed.taker].backward_time, structure.calls[handed.call].end_time
-        also = handed.also_from(GRADES.index(self.options[row].action) + 1)
-        more = self.value[handed.temporary] + (self.value[also] if also >= 0 else 0)
+        also = handed.also[GRADES.index(self.options[row].action)]
+        more = self.value[handed.temporary] + self.value[also]
         spares = self.relief[row, : len(structure.positions)]
         spares += np.where((handed.since_time <= times) & (times < taken), self.value[handed.size], 0)
         spares -= np.where((taken <= times) & (times < ends), more, 0)

@@ -4,54 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_mimose.menu import PRODUCTS
 from lightning_mimose.predict.shapes import NEVER
 
+NO_GRADE = PRODUCTS + 1
+"""In place of a grade: none rebuilds it."""
 NOT_TAKEN = -1
 """In place of a grade: a unit's result is nothing that the next one saves, and that could be rebuilt."""
 
 
 @dataclass(frozen=True)
 class HandingShape:
-    """A storage that one call returns and the next one saves, and that could be rebuilt.
+    """A storage that one call returns and the next one saves, and that may be rebuilt.
+
+    How is no part of what makes two steps alike: at some sizes images are padded, and other operations make it.
 
     Attributes:
         call: Index of the call that returns it.
         taker: Index of the call that saves it.
         size: Column of its bytes.
-        grade: The number of the least grade of lean saves that has it, from 1.
         work: Column of the operations that rebuilding takes.
         temporary: Column of the bytes that live besides while it is rebuilt.
-        also: (number of a grade, column of the bytes that are rebuilt on the way from that grade on), in order.
+        also: For each grade: column of the bytes that are rebuilt on the way.
+        grade: The number of the least grade of lean saves that has it, from 1; `NO_GRADE` if none has.
         needs: (index of another such storage, number of the grade from which on it is needed to rebuild this one).
-        since_time: From when on nobody else holds it, `NEVER` if that was not seen; no part of what makes two steps
-            alike.
+        since_time: From when on nobody else holds it, `NEVER` if that was not seen.
     """
 
     call: int
     taker: int
     size: int
-    grade: int
     work: int
     temporary: int
-    also: tuple[tuple[int, int], ...]
-    needs: tuple[tuple[int, int], ...]
+    also: tuple[int, ...]
+    grade: int = field(compare=False)
+    needs: tuple[tuple[int, int], ...] = field(compare=False)
     since_time: int = field(default=NEVER, compare=False)
 
     @classmethod
-    def of(cls, data: Mapping[str, object]) -> HandingShape:
+    def of(cls, data: Mapping[str, Any]) -> HandingShape:
         """From plain data, as `dataclasses.asdict` makes it of one."""
-        pairs = {name: tuple(map(tuple, data[name])) for name in ("also", "needs")}  # type: ignore[call-overload]
-        return cls(**{**data, **pairs})  # type: ignore[arg-type]
+        return cls(**{**data, "also": tuple(data["also"]), "needs": tuple(map(tuple, data["needs"]))})
 
     def with_holds_of(self, other: HandingShape) -> HandingShape:
-        """Itself, or if others held it for longer in another step: with that."""
-        return self if other.since_time <= self.since_time else replace(self, since_time=other.since_time)
-
-    def also_from(self, grade: int) -> int:
-        """Column of the bytes that are rebuilt on the way in a grade; -1 for none."""
-        return next((column for number, column in reversed(self.also) if number <= grade), -1)
+        """Itself, or if others held it for longer in another step, or it was rebuilt from more: with that."""
+        needs: dict[int, int] = {}
+        for index, grade in (*self.needs, *other.needs):
+            needs[index] = min(grade, needs.get(index, grade))
+        found = (max(self.grade, other.grade), tuple(sorted(needs.items())), max(self.since_time, other.since_time))
+        if found == (self.grade, self.needs, self.since_time):
+            return self
+        return replace(self, grade=found[0], needs=found[1], since_time=found[2])
 
 
 def limits(needs: Sequence[Sequence[tuple[int, int]]], grades: Sequence[int]) -> list[int]:

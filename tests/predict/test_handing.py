@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mimose.menu import PRODUCTS
-from lightning_mimose.predict.handing import NOT_TAKEN, HandingShape, common, limits
+from lightning_mimose.predict.handing import NO_GRADE, NOT_TAKEN, HandingShape, common, limits
 from lightning_mimose.predict.shapes import NEVER
 
 GRADE = st.integers(1, PRODUCTS)
@@ -51,22 +51,17 @@ def test_what_is_handed_on_is_so_on_every_path(paths: list[dict[str, int]]) -> N
         assert found.get(unit, NOT_TAKEN) == min(said, default=NOT_TAKEN)
 
 
-SHAPE = HandingShape(0, 1, 2, 1, 3, 4, also=((2, 5), (4, 6)), needs=((0, 3),), since_time=7)
+SHAPE = HandingShape(0, 1, 2, 3, 4, also=(5, 6, 7, 8, 9), grade=1, needs=((0, 3),), since_time=7)
 
 
 def test_it_is_plain_data() -> None:
     """As it goes through a checkpoint of the training, which knows lists and no tuples."""
     data = asdict(SHAPE)
-    data["also"], data["needs"] = [list(pair) for pair in data["also"]], [list(pair) for pair in data["needs"]]
+    data["also"], data["needs"] = list(data["also"]), [list(pair) for pair in data["needs"]]
     again = HandingShape.of(data)
     assert again == SHAPE
-    assert again.since_time == 7
+    assert (again.grade, again.needs, again.since_time) == (1, ((0, 3),), 7)
     assert hash(again) == hash(SHAPE)
-
-
-def test_what_is_rebuilt_on_the_way_goes_by_the_grade() -> None:
-    """From the highest grade that says something else."""
-    assert [SHAPE.also_from(grade) for grade in (1, 2, 3, 4, 5)] == [-1, 5, 5, 6, 6]
 
 
 def test_the_longest_hold_counts() -> None:
@@ -75,3 +70,14 @@ def test_the_longest_hold_counts() -> None:
     assert SHAPE.with_holds_of(longer).since_time == longer.with_holds_of(SHAPE).since_time == 9
     assert SHAPE.with_holds_of(replace(SHAPE, since_time=NEVER)).since_time == NEVER
     assert SHAPE.with_holds_of(SHAPE) is SHAPE
+
+
+def test_what_any_step_needed_counts() -> None:
+    """Images are padded at some sizes only, and other operations make the result then."""
+    other = replace(SHAPE, needs=((0, 2), (1, 4)), grade=3)
+    both = SHAPE.with_holds_of(other)
+    assert both == SHAPE
+    assert (both.needs, both.grade) == (((0, 2), (1, 4)), 3)
+    assert other.with_holds_of(SHAPE).needs == both.needs
+    assert SHAPE.with_holds_of(replace(SHAPE, grade=NO_GRADE)).grade == NO_GRADE
+    assert limits([()], [NO_GRADE]) == [0]
