@@ -92,7 +92,7 @@ def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
     results: list[tuple[Call, Call, int, ResultItem | None]] = []
     for call in regions.values():
         known = {result.storage: result for result in call.results}
-        for storage, twin in dict(call.pairs).items():
+        for storage, twin in dict(zip(call.returned, call.outputs, strict=False)).items():
             if call.items is None or storage in trace.saved_between or returned[storage] != {id(call)}:
                 continue
             users = given.get(storage, set())
