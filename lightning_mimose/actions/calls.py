@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
-from lightning_mimose.actions.lean.handles import unpack
+from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
-from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.offload import Offloader
@@ -83,7 +83,7 @@ class _Calls:
         action = session.actions.get(name)
         if action is None and name in session.strangers and not session.inside and not out_of_reach(name, session):
             action = session.meet(name)
-        if session.returned and name in session.taking and self._may_take(action):
+        if session.returned and name in session.taking and self._may_take(action, args, kwargs):
             return self._taking(action, args, kwargs)
         return self._in_reach(action, args, kwargs)
 
@@ -102,11 +102,16 @@ class _Calls:
             session.offloader.ran(out)
         return out
 
-    def _may_take(self, action: str | None) -> bool:
-        """Whether what it saves has to be looked at for what another unit has returned; lean saves do so themselves."""
+    def _may_take(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it is given what another unit has returned, and saves it by no hook of its own, as lean units do."""
         session = self._session
         again = session.recorder is not None and session.recorder.replays.running
-        return action not in GRADES and not session.inside and not again and not out_of_reach(self._name, session)
+        if action in GRADES or session.inside or again:
+            return False
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf))
+        if not any(session.returned.of(tensor.untyped_storage()) for tensor in tensors):
+            return False
+        return not out_of_reach(self._name, session)
 
     def _taking(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         saves = LeanSaves(self._taken, 0, returned=self._session.returned)
@@ -115,7 +120,7 @@ class _Calls:
                 return self._in_reach(action, args, kwargs)
         finally:
             saves.close()
-            self._learn_from(saves, self._taken)
+            self._learn_from(saves)
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._name in self._session.tries and action not in REPEATING:
@@ -244,9 +249,9 @@ class _Calls:
             session.untried.discard(self._name)
         self._learn_from(lean)
 
-    def _learn_from(self, saves: LeanSaves, sites: Sites | None = None) -> None:
-        """Take over what comparisons have shown, at places of its own or at those where it saves others' results."""
-        session, different = self._session, (sites or self._sites).different
+    def _learn_from(self, saves: LeanSaves) -> None:
+        """Take over what comparisons have shown."""
+        session, different = self._session, self._sites.different
         session.surprised |= not saves.spoiled <= session.spoiled
         session.spoiled |= saves.spoiled
         session.compared |= saves.compared
@@ -254,8 +259,9 @@ class _Calls:
             session.read.add((self._name, session.is_lean(self._name)))
         if saves.differed:
             session.surprised = True
-            names = {place.made_by or "a mask" for place in different}
-            session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
+            names = {place.made_by or "a mask" for place in different if place.made_by != RETURNED}
+            if names:
+                session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
 
     def _candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState | None = None) -> Candidate:
         return Candidate(self._name, self._original, args, kwargs, state or self._state, self._enter)

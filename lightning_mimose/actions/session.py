@@ -65,7 +65,7 @@ class Session:
         taking: All of them.
         returned: What they may rebuild.
         read: (unit, whether it was lean) that was seen to save what it was given as it was returned, bit for bit.
-        spoiled: Units whose results were changed before they were saved.
+        spoiled: Units whose results were changed before they were saved, or that others held for longer than was seen.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
         news: Whether units were tried or left out since plans were last told of it.
     """
@@ -149,6 +149,13 @@ class Session:
         if takers is not self.takers:
             self.taking = frozenset().union(*takers.values())
         self.hands_on, self.takers = units, takers
+
+    def end_forward(self) -> None:
+        """Let go of results; those that are still there although they are handed on are held by somebody else."""
+        outliving = self.returned.units() if self.returned else set()
+        self.surprised |= not outliving <= self.spoiled
+        self.spoiled |= outliving
+        self.returned.clear()
 
     def is_lean(self, unit: str) -> bool:
         """Whether a unit is kept lean in this step."""

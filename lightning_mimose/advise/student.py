@@ -133,6 +133,9 @@ class Student(Forecast):
         for unit, operations in self.different.items():
             kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
             found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
+        for unit in self.spoiled:
+            kept = "its result is kept: it was changed before the next unit saved it, or held for longer than was seen"
+            found[unit] = "; ".join([*filter(None, [found.get(unit)]), kept])
         for unit, reason in self.indivisible.items():
             found[unit] = "; ".join([*filter(None, [found.get(unit)]), f"never split: {reason}"])
         return found

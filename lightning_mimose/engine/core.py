@@ -253,7 +253,7 @@ class Engine:
             self.refuse(changed)
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
-        self.session.returned.clear()
+        self.session.end_forward()
         step.in_backward = True
         if self.tenancy is not None:
             self.tenancy.begin_backward()

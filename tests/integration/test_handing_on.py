@@ -119,6 +119,22 @@ class Rescaled(Tokens):
         return x.square().mean()
 
 
+class HeldLater(Images):
+    """After some steps a log of hidden states is switched on."""
+
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        self.steps += 1
+        x, self.log = self.stem(x), []
+        for block in self.blocks:
+            x = block(x)
+            if self.steps > 17:
+                self.log.append(x.detach())
+        return x.square().mean()
+
+
 class Sometimes(Images):
     """Leaves its third block out in some steps: the second one's result is given to others then."""
 
@@ -213,6 +229,17 @@ def test_results_that_are_changed_on_the_way_are_not_counted_on() -> None:
     assert equal(plain, done)
     assert max(errors(done)) < 0.01
     assert max(done.peaks) <= plain.budget(0.75)
+
+
+def test_results_that_others_begin_to_hold_are_not_counted_on_any_more() -> None:
+    """The first such step is predicted too low; then things are learnt anew, without them."""
+    plain, done = trained(HeldLater, 0.9, planner=lean_everywhere)
+    assert equal(plain, done)
+    assert done.mimose is not None
+    steps = list(zip(done.mimose.records, done.peaks, strict=True))
+    low = [i for i, (r, peak) in enumerate(steps) if (r.predicted_peak_bytes or peak) < 0.99 * peak]
+    assert len(low) <= 1
+    assert sum(r.predicted_peak_bytes is not None for r, _ in steps[18:]) > 3
 
 
 def test_a_resumed_run_knows_it() -> None:

@@ -153,6 +153,7 @@ class Rebuilt(Handle):
     """Something that has to be made again, and is shared while one backward pass lasts.
 
     It stays as long as autograd would have kept it from its first use on: until every operation that saved it is done.
+    What others keep anyway (`keep`) is not made again.
     """
 
     __slots__ = ("__weakref__", "_kept", "_memo", "_task", "uses")

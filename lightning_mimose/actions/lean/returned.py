@@ -76,6 +76,10 @@ class Returned:
         ref, result = self._results.get(storage._cdata, (None, None))
         return result if ref is not None and ref() is storage else None
 
+    def units(self) -> set[str]:
+        """Whose results are still there."""
+        return {result.unit for ref, result in self._results.values() if ref() is not None}
+
     def clear(self) -> None:
         """The step is over."""
         self._results.clear()
@@ -93,4 +97,4 @@ def _forget(
 
 def state_of(base: torch.Tensor) -> tuple[object, ...]:
     """What is another if somebody has written a tensor, or looks at more or less of its storage."""
-    return base._version, base.shape, base.stride(), base.storage_offset(), base.dtype
+    return base._version, base.shape, base.stride(), base.storage_offset(), base.dtype, base.is_conj(), base.is_neg()

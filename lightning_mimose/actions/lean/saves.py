@@ -39,7 +39,8 @@ from lightning_mimose.menu import MASKS
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
-_RETURNED = "another unit"
+RETURNED = "another unit"
+"""In place of the operation that made a tensor: it is another unit's result."""
 WIDEST = 8
 """How many times its own size may be made on the way to a tensor: to rebuild a sum over much spares next to nothing."""
 
@@ -205,9 +206,11 @@ class LeanSaves:
         """What another unit has returned, and this one saves."""
         handle: Handle | None = None
         self.took = True
-        if result.is_unchanged(base) and tensor.dtype == base.dtype:
+        # A conjugate, say, is no window on the memory.
+        plain = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (base.dtype, False, False)
+        if result.is_unchanged(base) and plain:
             handle = result.handle if base is tensor else View(result.handle, tensor)
-            place = Place(self._count, _RETURNED, 0)
+            place = Place(self._count, RETURNED, 0)
             if place not in self._sites.checked and result.has_bits_of(base):
                 self._sites.checked.add(place)  # without the memory of another copy
             handle = handle if self._is_right(place, handle, tensor) else None
@@ -225,7 +228,7 @@ class LeanSaves:
         """
         for number, (base, node) in enumerate(_made_in(out)):
             recipe = self._result(base, node, base.output_nr)
-            if recipe is not None and self._is_right(Place(-1 - number, node.name(), 0), recipe, base):
+            if recipe is not None and self._is_right(Place(-1 - number, node.name(), recipe.identity), recipe, base):
                 yield base, recipe
 
     def compare_results(self, out: Any) -> None:

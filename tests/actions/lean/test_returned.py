@@ -54,6 +54,19 @@ class Normed(nn.Module):
         return self.norm(x + self.narrow(functional.gelu(self.wide(x))))
 
 
+class Conjugated(nn.Module):
+    """Saves the conjugate of what it is given: a view that is no window on the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A product, and what is left of it where it is large."""
+        y = x.conj() @ self.weight
+        return y / (1 + y.abs()) + y
+
+
 class Chain(nn.Module):
     """Blocks one after another, and something that looks at each result in between."""
 
@@ -71,14 +84,14 @@ class Chain(nn.Module):
         for block in self.blocks:
             x = self.between(block(x))
             self.ends.append(weakref.ref(x.untyped_storage()))
-        return x.square().mean()
+        return x.abs().square().mean()
 
 
 def data(model: Chain) -> torch.Tensor:
     """What goes in: an activation, so that the first block's input has gradients as well."""
-    shape = (4, 12, WIDTH) if isinstance(model.blocks[0], Normed) else (4, WIDTH, 8, 8)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).requires_grad_()
+    shape = (4, WIDTH, 8, 8) if isinstance(model.blocks[0], Residual) else (4, 12, WIDTH)
+    dtype = torch.complex64 if isinstance(model.blocks[0], Conjugated) else torch.float32
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def gradients(model: Chain, session: Session | None = None, alive: list[bool] | None = None) -> list[torch.Tensor]:
@@ -144,6 +157,16 @@ def test_whoever_is_given_a_result_rebuilds_it(build: Callable[[], nn.Module], g
     assert same(found, plain)
     assert alive[:4] == [False, True, False, True]
     assert not session.surprised
+
+
+@pytest.mark.parametrize("taker", ["keep", "lean", "lean+products", "recompute"])
+def test_a_conjugate_of_a_result_is_kept(taker: str) -> None:
+    """Nothing that is rebuilt would be one."""
+    plain = gradients(built(Conjugated))
+    found, _, _ = handed(
+        built(Conjugated), ["lean+products", taker, "lean+products", taker, "keep"], {0: PRODUCTS, 2: PRODUCTS}
+    )
+    assert same(found, plain)
 
 
 def test_a_chain_of_them() -> None:
