@@ -72,7 +72,7 @@ class Forecast:
         self.different: dict[str, tuple[str, ...]] = {}
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.spoiled: frozenset[str] = frozenset()
-        """Units whose results were changed before the next one saved them, and so are not handed on."""
+        """Units whose results were changed before the next one saved them, or held for longer than was seen."""
         self.may_hand_on = True
         """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
         self.resident = Resident(0, 0, True, 0)

@@ -274,7 +274,9 @@ def _sources(recipe: Recipe, grade: int, seen: set[int]) -> Iterator[tuple[torch
     for each in recipe.inputs:
         base = each.base if isinstance(each, View) else each
         if isinstance(base, Kept):
-            yield base.value().untyped_storage(), max(grade, base.needed_grade)
+            value = base.value()
+            if is_plain(value):
+                yield value.untyped_storage(), max(grade, base.needed_grade)
         elif isinstance(base, Recipe) and id(base) not in seen:
             yield from _sources(base, max(grade, base.grade), seen)
 
