@@ -72,8 +72,8 @@ class Handing:
 def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
     """Find them, in order of the forward.
 
-    It has to be given to one region alone, which saves it, and to be returned by no other; each of the two units is
-    called once in the step.
+    It has to be given to one region alone, which saves it, and to be returned by no other, and the only such result of
+    its unit; each of the two units is called once in the step.
 
     Args:
         trace: The recorded step.
@@ -106,6 +106,8 @@ def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
                 if result is not None and taker.versions.get(storage) != result.version:
                     result = None  # it is another one by the time that it is saved
                 results.append((call, taker, storage, result))
+    several = Counter(call.unit for call, *_ in results)
+    results = [each for each in results if several[each[0].unit] == 1]
     index = {storage: i for i, (_, _, storage, _) in enumerate(results)}
     needs = [
         tuple((index[a], grade) for a, grade in result.arguments if a in index) if result is not None else ()

@@ -119,6 +119,31 @@ class Rescaled(Tokens):
         return x.square().mean()
 
 
+class Probed(PostNorm):
+    """Returns what it has computed on the way, too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """The result, and something of it."""
+        y = functional.gelu(self.wide(x))
+        return self.norm(x + functional.dropout(self.narrow(y), 0.1)), y
+
+
+class Observed(Tokens):
+    """Holds something else that its blocks return, and that nobody is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Probed() for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x, seen = self.stem(x.flatten(2).transpose(1, 2)), []
+        for block in self.blocks:
+            x, y = block(x)
+            seen.append(y)
+        return x.square().mean() + sum(y.mean() for y in seen)
+
+
 class HeldLater(Images):
     """After some steps a log of hidden states is switched on."""
 
@@ -229,6 +254,19 @@ def test_results_that_are_changed_on_the_way_are_not_counted_on() -> None:
     assert equal(plain, done)
     assert max(errors(done)) < 0.01
     assert max(done.peaks) <= plain.budget(0.75)
+
+
+def test_something_else_that_a_unit_returns_may_be_held() -> None:
+    """Its result is handed on all the same."""
+    torch.manual_seed(0)
+    model = Observed()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_of, planner=lean_everywhere) as mimose:
+        for batch in [*batches(), *batches()]:
+            mimose.step({"x": batch["x"][:2]})
+        assert not mimose._engine.session.spoiled
+        assert set(mimose._engine.advisor.handed_on.values()) == {4, 5}
+        assert sum(record.lean_units for record in mimose.records) > 6
 
 
 def test_results_that_others_begin_to_hold_are_not_counted_on_any_more() -> None:

@@ -21,10 +21,11 @@ class Result:
     Attributes:
         handle: What it is rebuilt by.
         unit: Whose result it is.
+        taken: Whether another unit has saved it.
     """
 
     def __init__(self, base: torch.Tensor, handle: Handle, unit: str, *, read: bool) -> None:
-        self.handle, self.unit = handle, unit
+        self.handle, self.unit, self.taken = handle, unit, False
         self._state = state_of(base)
         self._checksum = checksum(base) if read else None
 
@@ -77,8 +78,8 @@ class Returned:
         return result if ref is not None and ref() is storage else None
 
     def units(self) -> set[str]:
-        """Whose results are still there."""
-        return {result.unit for ref, result in self._results.values() if ref() is not None}
+        """Whose results are still there, of those that other units have saved."""
+        return {result.unit for ref, result in self._results.values() if ref() is not None and result.taken}
 
     def clear(self) -> None:
         """The step is over."""

@@ -205,7 +205,7 @@ class LeanSaves:
     def _anothers(self, result: Result, tensor: torch.Tensor, base: torch.Tensor) -> Handle:
         """What another unit has returned, and this one saves."""
         handle: Handle | None = None
-        self.took = True
+        self.took = result.taken = True
         # A conjugate, say, is no window on the memory.
         plain = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (base.dtype, False, False)
         if result.is_unchanged(base) and plain:
