@@ -129,16 +129,18 @@ class Student(Forecast):
 
     def guarded(self) -> dict[str, str]:
         """Unit -> what is not done with it, and why."""
-        found = {unit: f"never recomputed: {reason}" for unit, reason in self.refused.items()}
-        for unit, operations in self.different.items():
-            kept = f"kept in full: results of {', '.join(operations)}, which came out different when made again"
-            found[unit] = f"{found[unit]}; {kept}" if unit in found else kept
-        for unit in self.spoiled:
-            kept = "its result is kept: it was changed before the next unit saved it, or held for longer than was seen"
-            found[unit] = "; ".join([*filter(None, [found.get(unit)]), kept])
-        for unit, reason in self.indivisible.items():
-            found[unit] = "; ".join([*filter(None, [found.get(unit)]), f"never split: {reason}"])
-        return found
+        kept, changed = "kept in full: results of", "came out different when made again"
+        held = "its result is kept: it was changed before the next unit saved it, or held for longer than was seen"
+        reasons = [
+            *((unit, f"never recomputed: {reason}") for unit, reason in self.refused.items()),
+            *((unit, f"{kept} {', '.join(names)}, which {changed}") for unit, names in self.different.items()),
+            *((unit, held) for unit in sorted(self.spoiled)),
+            *((unit, f"never split: {reason}") for unit, reason in self.indivisible.items()),
+        ]
+        found: dict[str, list[str]] = {}
+        for unit, reason in reasons:
+            found.setdefault(unit, []).append(reason)
+        return {unit: "; ".join(all_of_them) for unit, all_of_them in found.items()}
 
     # --- state ------------------------------------------------------------------------------------------------
 
