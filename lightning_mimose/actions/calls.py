@@ -16,6 +16,7 @@ from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
+from lightning_mimose.actions.lean.returned import make_in_backward
 from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
@@ -117,7 +118,9 @@ class _Calls:
         saves = LeanSaves(self._taken, 0, returned=self._session.returned)
         try:
             with saved_tensors_hooks(saves.pack, unpack):
-                return self._in_reach(action, args, kwargs)
+                out = self._in_reach(action, args, kwargs)
+            make_in_backward(saves.taken, out)
+            return out
         finally:
             saves.close()
             self._learn_from(saves)
@@ -306,6 +309,7 @@ class _Calls:
                 out = self._original(*args, **kwargs)
                 if self._name in session.hands_on:
                     self._return(saves, out, session.hands_on[self._name] >= grade)
+            make_in_backward(saves.taken, out)
             self._learn_from(saves)
             self._note_given(saves.borrowed)
             return out

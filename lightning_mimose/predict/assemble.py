@@ -183,17 +183,20 @@ class _Assembly(Rows):
             self._hand_on(row, handed)
 
     def _hand_on(self, row: int, handed: HandingShape) -> None:
-        """What is spared by a result that the next call rebuilds when its backward begins.
+        """What is spared by a result that is made for the next call when the backward of that one begins.
 
         From then on it is there, and so is what is rebuilt on the way to it, which its own call needs next.
         """
         structure, times = self.structure, self.structure.times
-        taken, ends = structure.calls[handed.taker].backward_time, structure.calls[handed.call].end_time
+        taker, ends = structure.calls[handed.taker], structure.calls[handed.call].end_time
+        taken = taker.backward_time
         also = handed.also[GRADES.index(self.options[row].action)]
-        more = self.value[handed.temporary] + self.value[also]
         spares = self.relief[row, : len(structure.positions)]
         spares += np.where((handed.since_time <= times) & (times < taken), self.value[handed.size], 0)
-        spares -= np.where((taken <= times) & (times < ends), more, 0)
+        spares -= np.where((taken <= times) & (times < ends), self.value[also], 0)
+        # What it takes for a moment comes before anything else of that backward.
+        moment = self.value[taker.before_backward] + self.value[handed.temporary] - self.level
+        spares -= np.where(times == taken, np.maximum(moment, 0), 0)
 
     def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
         """Where lean saves change what is alive inside a call: the rows that each of `shapes` is about."""

@@ -2,17 +2,22 @@
 
 A block's output is one operation away from what the block saves (a norm's result, a sum and a ReLU), and yet the next
 block saves it, or holds it to run again. So it is looked up here by whoever saves a tensor, and its recipe is kept.
+It is made when that block's backward begins, from when on plans expect it to be there.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.checksum import checksum
-from lightning_mimose.actions.lean.handles import Handle
+from lightning_mimose.actions.lean.handles import Rebuilt, rebuilt_now
+from lightning_mimose.errors import is_out_of_memory
 
 
 class Result:
@@ -24,7 +29,7 @@ class Result:
         taken: Whether another unit has saved it.
     """
 
-    def __init__(self, base: torch.Tensor, handle: Handle, unit: str, *, read: bool) -> None:
+    def __init__(self, base: torch.Tensor, handle: Rebuilt, unit: str, *, read: bool) -> None:
         self.handle, self.unit, self.taken = handle, unit, False
         self._state = state_of(base)
         self._checksum = checksum(base) if read else None
@@ -42,9 +47,10 @@ class Returned:
     """What lean units have returned so far in a step, as long as it is there.
 
     Example:
-        >>> from lightning_mimose.actions.lean.handles import Kept
+        >>> from lightning_mimose.actions.lean.handles import Kept, Recipe
         >>> returned, hidden = Returned(), torch.ones(2, 2)
-        >>> returned.add(hidden, Kept(torch.ones(2, 2)), "block", read=True)
+        >>> recipe = Recipe(torch.relu, [Kept(torch.ones(2, 2))], 16, (2, 2), 1, 4.0)
+        >>> returned.add(hidden, recipe, "block", read=True)
         >>> returned.of(hidden.untyped_storage()).has_bits_of(hidden), len(returned)
         (True, 1)
         >>> del hidden
@@ -59,7 +65,7 @@ class Returned:
         """How many there are."""
         return len(self._results)
 
-    def add(self, base: torch.Tensor, handle: Handle, unit: str, *, read: bool) -> None:
+    def add(self, base: torch.Tensor, handle: Rebuilt, unit: str, *, read: bool) -> None:
         """A unit returns a tensor, or a view of it.
 
         Args:
@@ -99,3 +105,31 @@ def _forget(
 def state_of(base: torch.Tensor) -> tuple[object, ...]:
     """What is another if somebody has written a tensor, or looks at more or less of its storage."""
     return base._version, base.shape, base.stride(), base.storage_offset(), base.dtype, base.is_conj(), base.is_neg()
+
+
+def make_in_backward(taken: Sequence[Rebuilt], out: Any) -> None:
+    """Make what a unit has taken from others when its backward begins, not when that first asks for it.
+
+    Args:
+        taken: By what it is made. Not kept alive.
+        out: What the unit has returned.
+    """
+    waiting = [weakref.ref(each) for each in taken]
+
+    def make(_: Any) -> None:
+        for each in waiting:
+            live = each()
+            if live is not None and live.uses:
+                _try_to_make(live)
+
+    for leaf in tree_leaves(out) if waiting else ():
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(make)
+
+
+def _try_to_make(result: Rebuilt) -> None:
+    try:
+        rebuilt_now(result)
+    except Exception as error:  # whoever asks for it will be told, if anybody does in this pass
+        if is_out_of_memory(error):
+            raise

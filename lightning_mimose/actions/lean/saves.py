@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
+    Rebuilt,
     Recipe,
     Use,
     View,
@@ -67,6 +68,7 @@ class LeanSaves:
         differed: Whether it could not be rebuilt bit for bit.
         notes: What operations were called with.
         took: Whether it has saved what another unit had returned.
+        taken: By what that is rebuilt.
         spoiled: Units whose results were changed before this one saved them.
 
     Args:
@@ -105,6 +107,7 @@ class LeanSaves:
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
         self.compared = self.differed = self.took = False
+        self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
 
     @property
@@ -216,6 +219,8 @@ class LeanSaves:
             handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             self.spoiled.add(result.unit)
+        elif result.handle not in self.taken:
+            self.taken.append(result.handle)
         if base.grad_fn is not None:
             self._values.found[base.grad_fn, base.output_nr] = None if handle is None else result.handle
         return Kept(tensor) if handle is None else handle
@@ -238,18 +243,16 @@ class LeanSaves:
 
     def keep_results(self, out: Any) -> None:
         """Others keep them as long: what saved them as well need not rebuild them."""
-        for base, _ in _made_in(out):
-            ref, known, as_found = self._storages.get(base.untyped_storage()._cdata, (None, None, None))
-            if isinstance(known, Recipe) and ref() is base.untyped_storage() and as_found == state_of(base):
-                known.keep(base)
+        for base, node in _made_in(out):
+            recipe = self._result(base, node, base.output_nr)
+            if recipe is not None and recipe.is_saved:
+                recipe.keep(base)
 
     def _result(self, base: torch.Tensor, node: Any, output: int) -> Recipe | None:
+        """What rebuilds it: that by which it was saved, or another if nothing has saved it."""
         storage = base.untyped_storage()
         if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
             return None
-        ref, known, as_found = self._storages.get(storage._cdata, (None, None, None))
-        if ref is not None and ref() is storage:  # an operation saved it
-            return known if isinstance(known, Recipe) and as_found == state_of(base) else None
         found = self._find(base, storage, node, output)
         return found if isinstance(found, Recipe) else None
 
