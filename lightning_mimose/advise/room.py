@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.advise.advice import Advice
+from lightning_mimose.advise.advice import Advice, with_reserve
 from lightning_mimose.advise.forecast import Forecast
+from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.shapes import CallShape, Resident
+from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize
 
 TRIAL_SHARE = 1.5
-"""What a unit that is tried beside a step may take, as a share of its working set."""
+"""What a unit that runs beside a step may take where that is not known better, as a share of what is known."""
 
 
 def room_to_try(
@@ -34,19 +36,13 @@ def room_to_try(
         advice: What the step will do.
         split: Whether they run without keeping what they save, but with two results to compare.
     """
-
-    def trial(call: CallShape, value: NDArray[np.float64]) -> float:
-        if split and call.lean >= 0:
-            return float(value[call.lean] + value[call.given] + 2 * value[call.returned])
-        return float(value[call.working])
-
     wanted = dict(size.dims)
     if advice.plan is not None:
         prediction = forecast.estimator.predict(wanted)
         if prediction is None or advice.predicted_peak_bytes is None:
             return set()
         room = advice.predicted_peak_bytes - resident.total_bytes
-        return _beside(prediction, forecast.timeline_of(prediction, resident), advice.plan.actions, room, trial)
+        return _beside(prediction, forecast.timeline_of(prediction, resident), advice.plan.actions, room, split)
 
     def growth(seen: Mapping[str, int]) -> float:
         # Dimensions of the same lengths are one: tokens and their mask.
@@ -58,7 +54,7 @@ def room_to_try(
     dims, structure, values = min(alike, key=lambda each: growth(each[0]))
     room = int((forecast.budget_bytes - resident.total_bytes) / growth(dims))
     prediction = Prediction(structure, values, 0.0, False)
-    return _beside(prediction, forecast.timeline_of(prediction, resident), forecast.shelter, room, trial)
+    return _beside(prediction, forecast.timeline_of(prediction, resident), forecast.shelter, room, split)
 
 
 def _beside(
@@ -66,7 +62,7 @@ def _beside(
     timeline: Timeline,
     actions: Mapping[str, str],
     room_bytes: int,
-    trial: Callable[[CallShape, NDArray[np.float64]], float],
+    split: bool,
 ) -> set[str]:
     """Units whose trial fits into a room, beside what the units before them keep."""
     structure, values = prediction.structure, prediction.values
@@ -84,5 +80,24 @@ def _beside(
 
     # The first call is the one that is tried; which of them that is, need not be the same in every step.
     regions = [(i, call) for i, call in enumerate(structure.calls) if call.region]
-    large = {c.unit for i, c in regions if before(i, c) + TRIAL_SHARE * trial(c, values) > room_bytes}
+    takes = _splitting if split else _rebuilding
+    large = {c.unit for i, c in regions if with_reserve(int(before(i, c) + takes(structure, i, values))) > room_bytes}
     return {call.unit for _, call in regions} - large
+
+
+def _splitting(structure: Structure, index: int, value: NDArray[np.float64]) -> float:
+    """What it takes to split a call beside a step: nothing that it saves is kept, but there are two results."""
+    call = structure.calls[index]
+    takes = value[call.lean] + 2 * value[call.returned] if call.lean >= 0 else value[call.working]
+    return float(TRIAL_SHARE * (value[call.given] + takes))
+
+
+def _rebuilding(structure: Structure, index: int, value: NDArray[np.float64]) -> float:
+    """What it takes to compare recipes: copies of what a call is given, it as lean as can be, and a tensor again."""
+    call, forward = structure.calls[index], ~structure.arrays[2]
+    if call.rebuilding < 0:
+        return TRIAL_SHARE * float(value[call.given] + value[call.working])
+    leanest = [shape for shape in structure.lean if shape.call == index][-1]
+    peaks = [value[column] for position, column in leanest.positions if forward[position]]
+    given = value[call.given] + value[structure.batch]  # of which it may be given something, too
+    return float(given + max(peaks, default=value[call.working]) + value[call.rebuilding] + RNG_STATE_BYTES)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.handing import handing_shapes, handings
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
 from lightning_mimose.measure.loose import loose_inputs, loose_shapes
-from lightning_mimose.measure.savings import savings
+from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
@@ -123,6 +123,7 @@ def observe(
             entry=entry,
             lean=lean,
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
+            rebuilding=columns.add(rebuilding_bytes(call.items)) if is_region and call.items is not None else -1,
             lent_until=lends[id(call)].until,
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -52,6 +52,26 @@ def savings(
         early = frozenset[int]() if handed is None else handed.early(grade)
         found.append(_of_grade(trace, call, lean, taken, items, lent, early))
     return found
+
+
+def rebuilding_bytes(items: Sequence[LeanItem]) -> int:
+    """The most that making one of them again takes, while nothing that is made on the way to it is there.
+
+    Example:
+        >>> rebuilding_bytes([LeanItem(1, 8, 1, 0.0, temporary_bytes=4), LeanItem(2, 8, 1, 0.0, also=(0,))])
+        20
+    """
+    most = 0
+    for index, item in enumerate(items):
+        found, waiting = {index}, list(item.also)
+        while waiting:
+            number = waiting.pop()
+            if number not in found:
+                found.add(number)
+                waiting.extend(items[number].also)
+        made = [items[number] for number in found if items[number].grade]
+        most = max(most, sum(each.gain_bytes + each.temporary_bytes for each in made) if item.grade else 0)
+    return most
 
 
 def _of_grade(

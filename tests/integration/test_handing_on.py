@@ -226,7 +226,7 @@ def test_results_are_handed_on(build: Callable[[], nn.Module]) -> None:
     """Peaks with every block lean are lower than where hidden states are collected, by what is handed on."""
     plain, done = trained(build, 0.95, planner=lean_everywhere)
     assert equal(plain, done)
-    assert max(errors(done)) < 0.05  # what a block is handed counts from the beginning of its backward
+    assert max(errors(done)) < 0.01
 
     class Holding(build):  # type: ignore[misc, valid-type]
         """Holds what its blocks return until the step is over."""
@@ -243,7 +243,7 @@ def test_results_are_handed_on(build: Callable[[], nn.Module]) -> None:
 
     plainly, holding = trained(Holding, 0.95, planner=lean_everywhere)
     assert equal(plainly, holding)
-    assert max(errors(holding)) < 0.05
+    assert max(errors(holding)) < 0.05  # gradients of what is used twice are added up elsewhere in a sheltered step
     last = [(mine, its) for mine, its in zip(done.peaks[14:], holding.peaks[14:], strict=True)]
     assert all(mine < its for mine, its in last)
 

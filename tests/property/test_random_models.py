@@ -35,6 +35,13 @@ SHARED = Training(
     seed=1,
 )
 """A module inside several units: what a unit and another one that calls it free must not count twice."""
+TRIED = Training(
+    (Node("mlp", which=2),),
+    tuple((16, tokens) for tokens in (32, 33, 34, 35, 36, 37, 32, 32)),
+    result="object",
+    share=-0.3,
+)
+"""A ReLU after a wide layer: trying its recipes beside a sheltered step takes as much again as the step."""
 
 
 @dataclass
@@ -118,6 +125,7 @@ def by_size(training: Training) -> dict[str, torch.Tensor]:
 
 @pytest.mark.conformance("How people train", "random module trees, batch sizes and budgets", "works")
 @example(SHARED)
+@example(TRIED)
 @given(trainings())
 def test_held_and_exact_or_refused_rightly(training: Training) -> None:
     """Under any budget each step is the plain one within the budget, or is refused with a budget that works."""
