@@ -16,7 +16,7 @@ from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
-from lightning_mimose.actions.lean.returned import make_in_backward
+from lightning_mimose.actions.lean.returned import make_in_backward, result_at
 from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
@@ -319,10 +319,11 @@ class _Calls:
     def _return(self, saves: LeanSaves, out: Any, hands_on: bool) -> None:
         """Say what its result is rebuilt by, or that it need not be."""
         session = self._session
+        result = result_at(out, session.places[self._name])
         if not hands_on:
-            saves.keep_results(out)
+            saves.keep_results(result)
             return
-        for base, recipe in saves.results(out):
+        for base, recipe in saves.results(result):
             session.returned.add(base, recipe, self._name, read=session.unread(self._name))
 
     def _recomputed(

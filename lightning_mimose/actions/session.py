@@ -62,6 +62,7 @@ class Session:
         hands_on: Unit whose result the next one saves -> up to which grade of lean saves that one rebuilds it; beyond
             it keeps it, so that the unit itself need not rebuild it.
         takers: Those next ones, by that unit.
+        places: Which of the storages that the unit returns it is, from 0.
         taking: All of them.
         returned: What they may rebuild.
         read: (unit, whether it was lean) that was seen to save what it was given as it was returned, bit for bit.
@@ -100,6 +101,7 @@ class Session:
     stops: Stops | None = None
     hands_on: Mapping[str, int] = field(default_factory=dict)
     takers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
     taking: frozenset[str] = frozenset()
     returned: Returned = field(default_factory=Returned)
     read: set[tuple[str, bool]] = field(default_factory=set)
@@ -144,11 +146,13 @@ class Session:
         self.given.clear()
         self.returned.clear()
 
-    def hand_on(self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]]) -> None:
-        """Say what becomes of lean units' results from now on: see `hands_on` and `takers`."""
+    def hand_on(
+        self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]
+    ) -> None:
+        """Say what becomes of lean units' results from now on: see `hands_on`, `takers` and `places`."""
         if takers is not self.takers:
             self.taking = frozenset().union(*takers.values())
-        self.hands_on, self.takers = units, takers
+        self.hands_on, self.takers, self.places = units, takers, places
 
     def end_forward(self) -> None:
         """Let go of results; those that are still there although they are handed on are held by somebody else."""

@@ -229,7 +229,8 @@ class Engine:
         if step.advice.plan is not None and self.agreement is None:  # a rank recomputes nothing alone
             strangers = self.advisor.strangers_to(step.advice.plan)
         self.session.arm(step.actions, None, strangers)
-        self.session.hand_on(self.advisor.handed_on, self.advisor.estimator.takers)
+        estimator = self.advisor.estimator
+        self.session.hand_on(self.advisor.handed_on, estimator.takers, estimator.places)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:

@@ -18,6 +18,7 @@ class Handing:
     Attributes:
         call: The region that returns it.
         taker: The region that saves it.
+        place: Which of the storages that the region returns it is, from 0.
         nbytes: Its bytes.
         result: What was found out when the first one ran again; None if nothing rebuilds it.
         needs: (index of another, number of the grade from which on that is needed for it).
@@ -27,6 +28,7 @@ class Handing:
 
     call: Call
     taker: Call
+    place: int
     nbytes: int
     result: ResultItem | None
     needs: tuple[tuple[int, int], ...]
@@ -119,7 +121,8 @@ def handings(trace: StepTrace, region_of: Mapping[int, Call]) -> list[Handing]:
     ):
         let_go = trace.let_go.get(storage, NEVER)
         since = NEVER if let_go >= NEVER else max(let_go + 1, taker.marks["out"])
-        found.append(Handing(call, taker, taker.inputs[storage], result, before, limit, since))
+        place = call.returned.index(storage)
+        found.append(Handing(call, taker, place, taker.inputs[storage], result, before, limit, since))
     return found
 
 
@@ -139,6 +142,7 @@ def handing_shapes(
         HandingShape(
             call=index[id(each.call)],
             taker=index[id(each.taker)],
+            place=each.place,
             size=add(each.nbytes),
             work=add(0.0 if each.result is None else each.result.work),
             temporary=add(each.temporary_bytes(grades)),

@@ -82,7 +82,7 @@ class Estimator:
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
         self._waits, self._habits = Waits(), Habits()
         self._rate: float | None = None
-        self._handed: tuple[dict[str, int], dict[str, frozenset[str]]] | None = None
+        self._handed: tuple[dict[str, int], dict[str, frozenset[str]], dict[str, int]] | None = None
         self._proven: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -179,14 +179,23 @@ class Estimator:
         return self._handing[1]
 
     @property
-    def _handing(self) -> tuple[dict[str, int], dict[str, frozenset[str]]]:
+    def places(self) -> dict[str, int]:
+        """Unit of `handed_on` -> which of the storages that it returns is handed on, from 0."""
+        return self._handing[2]
+
+    @property
+    def _handing(self) -> tuple[dict[str, int], dict[str, frozenset[str]], dict[str, int]]:
         if self._handed is None:
             takers: dict[str, frozenset[str]] = {}
+            places: dict[str, set[int]] = {}
             for structure in self._observed:
                 for each in structure.handing:
                     unit, taker = structure.calls[each.call].unit, structure.calls[each.taker].unit
                     takers[unit] = takers.get(unit, frozenset()) | {taker}
-            self._handed = common(structure.handed_on for structure in self._observed), takers
+                    places.setdefault(unit, set()).add(each.place)
+            limits = common(structure.handed_on for structure in self._observed)
+            always = {unit: min(found) for unit, found in places.items() if len(found) == 1}
+            self._handed = {unit: limit for unit, limit in limits.items() if unit in always}, takers, always
         return self._handed
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:

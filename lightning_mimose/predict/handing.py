@@ -24,6 +24,7 @@ class HandingShape:
     Attributes:
         call: Index of the call that returns it.
         taker: Index of the call that saves it.
+        place: Which of the storages that the first one returns it is, from 0.
         size: Column of its bytes.
         work: Column of the operations that rebuilding takes.
         temporary: Column of the bytes that live besides while it is rebuilt.
@@ -35,6 +36,7 @@ class HandingShape:
 
     call: int
     taker: int
+    place: int
     size: int
     work: int
     temporary: int

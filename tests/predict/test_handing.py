@@ -51,7 +51,7 @@ def test_what_is_handed_on_is_so_on_every_path(paths: list[dict[str, int]]) -> N
         assert found.get(unit, NOT_TAKEN) == min(said, default=NOT_TAKEN)
 
 
-SHAPE = HandingShape(0, 1, 2, 3, 4, also=(5, 6, 7, 8, 9), grade=1, needs=((0, 3),), since_time=7)
+SHAPE = HandingShape(0, 1, 0, 2, 3, 4, also=(5, 6, 7, 8, 9), grade=1, needs=((0, 3),), since_time=7)
 
 
 def test_it_is_plain_data() -> None:

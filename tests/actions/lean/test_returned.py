@@ -122,7 +122,9 @@ def handed(
             alive: list[bool] = []
             session.arm({n: a for n, a in zip(names, actions, strict=True) if a != "keep"}, None)
             session.hand_on(
-                {names[i]: limit for i, limit in hands_on.items()}, {name: frozenset(names) for name in names}
+                {names[i]: limit for i, limit in hands_on.items()},
+                {name: frozenset(names) for name in names},
+                dict.fromkeys(names, 0),
             )
             with counter if counter is not None and step else nullcontext():
                 found = gradients(model, session, alive)
@@ -256,7 +258,7 @@ def test_a_parameter_that_changes_in_between_is_an_error() -> None:
     patch_unit(unit, session)
     patch_unit(Unit("blocks.1", model.blocks[1], -1, 1, True), session)
     session.arm({"blocks.0": "lean"}, None)
-    session.hand_on({"blocks.0": PRODUCTS}, {"blocks.0": frozenset({"blocks.1"})})
+    session.hand_on({"blocks.0": PRODUCTS}, {"blocks.0": frozenset({"blocks.1"})}, {"blocks.0": 0})
     loss = model(data(model) * 1)
     with torch.no_grad():
         model.blocks[0].norm.weight.mul_(2)  # type: ignore[union-attr]
