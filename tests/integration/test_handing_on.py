@@ -51,6 +51,21 @@ class PostNorm(nn.Module):
         return self.norm(x + functional.dropout(self.narrow(functional.gelu(self.wide(x))), 0.1))
 
 
+class TwoSums(nn.Module):
+    """As in BEiT: a second sum is made from the first one, which another way leads to only by way of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scales = nn.Parameter(torch.full((2, WIDTH), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both branches are scaled before they are added."""
+        x = self.scales[0] * self.first(x) + x
+        return self.scales[1] * self.narrow(functional.gelu(self.wide(self.norm(x)))) + x
+
+
 class Images(nn.Module):
     """Blocks on images."""
 
@@ -81,6 +96,14 @@ class Tokens(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
+
+
+class Sums(Tokens):
+    """Blocks whose result is reached in two ways from what they were given."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__(depth)
+        self.blocks = nn.ModuleList([TwoSums() for _ in range(depth)])
 
 
 class Collected(Images):
@@ -221,7 +244,7 @@ def lean_everywhere(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("build", [Images, Tokens])
+@pytest.mark.parametrize("build", [Images, Tokens, Sums])
 def test_results_are_handed_on(build: Callable[[], nn.Module]) -> None:
     """Peaks with every block lean are lower than where hidden states are collected, by what is handed on."""
     plain, done = trained(build, 0.95, planner=lean_everywhere)

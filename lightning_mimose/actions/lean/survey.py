@@ -26,6 +26,7 @@ from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.casts import may_be_cached
 from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem, ResultItem
 from lightning_mimose.menu import GRADES
+from lightning_mimose.predict.handing import NO_GRADE
 
 
 class _Found:
@@ -194,7 +195,7 @@ class LeanSurvey:
         temporary, work = _rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
         given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
         needed: dict[int, int] = {}
-        for storage, grade in _sources(recipe, recipe.grade, set()):
+        for storage, grade in _sources(recipe, recipe.grade, {}):
             if storage._cdata in given:
                 number = self._identify(storage)
                 needed[number] = min(grade, needed.get(number, grade))
@@ -268,17 +269,19 @@ def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
             yield from _arguments(base)
 
 
-def _sources(recipe: Recipe, grade: int, seen: set[int]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """What a value is rebuilt from in the end, each with the grade from which on that is so."""
-    seen.add(id(recipe))
+def _sources(recipe: Recipe, grade: int, seen: dict[int, int]) -> Iterator[tuple[torch.UntypedStorage, int]]:
+    """What a value is rebuilt from in the end, each with a grade from which on that is so; the least comes, too."""
+    seen[id(recipe)] = grade
     for each in recipe.inputs:
         base = each.base if isinstance(each, View) else each
         if isinstance(base, Kept):
             value = base.value()
             if is_plain(value):
                 yield value.untyped_storage(), max(grade, base.needed_grade)
-        elif isinstance(base, Recipe) and id(base) not in seen:
-            yield from _sources(base, max(grade, base.grade), seen)
+        elif isinstance(base, Recipe):
+            higher = max(grade, base.grade)
+            if higher < seen.get(id(base), NO_GRADE):  # there may be another way to it, that needs less
+                yield from _sources(base, higher, seen)
 
 
 class _Making(NamedTuple):
