@@ -90,7 +90,7 @@ def test_the_peak_is_predicted(name: str) -> None:
     """On planned steps, of sizes never seen before, within 0.5 % of the independent meter's peak."""
     make, batch_of = HUB[name]
     sizes = (24, 40, 16, 64, 48, 72, 80) if name == "resnet" else LENGTHS[:10]
-    count = 24 if name == "resnet" else 8  # so that a region's fixed few kilobytes do not matter
+    count = 32 if name == "resnet" else 8  # so that a region's fixed few kilobytes do not matter
     batches = [batch_of(count, size, size) for size in sizes]
     budget = budget_at(0.8 if name == "resnet" else 0.6, make, batches)
     model = make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,8 @@ BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
 FEW_ODD = 2
 """Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
+FEWEST_LARGER = 5
+"""Sizes that have to be left where the smallest are left out."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
 
@@ -46,6 +48,7 @@ class Fit:
         sides: The dimensions that vary, but the batch.
         grains: Where these are two (sides of images, as a rule): what they are multiples of in all sizes that were
             seen, or in all but a few.
+        floors: Dimensions whose least value is a bound: for smaller ones kernels run in another way.
     """
 
     basis: Basis
@@ -61,6 +64,7 @@ class Fit:
     local: LocalFit | None = None
     sides: tuple[str, ...] = ()
     grains: tuple[int, ...] = ()
+    floors: frozenset[str] = frozenset()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -89,13 +93,44 @@ class Fit:
             self.low.keys() == dims.keys()
             and all(self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items())
             and all(relation.holds(dims) for relation in self.relations)
+            and all(dims[name] >= self.low[name] for name in self.floors)
         )
 
 
 def best_fit(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> Fit:
-    """The simplest basis that predicts every size from the others, or else the one that does so best."""
+    """The simplest basis that predicts every size from the others, or else the one that does so best.
+
+    Kernels choose another way where a side gets small (a convolution over maps of 2 x 2 elements, on some processors),
+    which no polynomial describes together with the rest. So where the least values of one dimension after another
+    stand in the way, the fit is one of the larger sizes, and holds for no smaller ones.
+    """
+    best = _fit_of(sizes, values, structure, resident_bytes)
+    kept, floors = list(range(len(sizes))), set[str]()
+    fewest = max(FEWEST_LARGER, len(sizes) - max(1, len(sizes) // 4))
+    while best.error > EXACT_ERROR:
+        tried: list[tuple[Fit, str, list[int]]] = []
+        for name in set(varying_dims([sizes[i] for i in kept])[0]) - floors:
+            least = min(sizes[i][name] for i in kept)
+            larger = [i for i in kept if sizes[i][name] > least]
+            if len(larger) >= fewest:
+                tried.append(
+                    (_fit_of([sizes[i] for i in larger], values[larger], structure, resident_bytes), name, larger)
+                )
+        if not tried:
+            break
+        found, name, larger = min(tried, key=lambda each: (each[0].error, each[1]))
+        if found.error >= BETTER * best.error:
+            break
+        floors.add(name)
+        best, kept = replace(found, floors=frozenset(floors)), larger
+    return best
+
+
+def _fit_of(
+    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> Fit:
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
     best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)

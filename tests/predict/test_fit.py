@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import observe
-from lightning_mimose.predict.fit import _left_out, _solve
+from lightning_mimose.predict.fit import EXACT_ERROR, _left_out, _solve, best_fit
+from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
@@ -37,3 +43,39 @@ def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
     assert _left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0, rounds=False).error == float(
         "inf"
     )
+
+
+def rows(sides: Sequence[int], small: int) -> tuple[list[dict[str, int]], NDArray[np.float64], Structure]:
+    """Images whose smallest ones take a kernel that needs as much again."""
+    torch.manual_seed(0)
+    observation = observe(recorded(TinyText(), text_batch(2, 16)), 0)
+    areas = np.array([side**2 for side in sides], dtype=float)
+    scratch = np.where(np.array(sides) <= small, areas.max(), 0.0)
+    sizes = [{"batch": 8, "side": side} for side in sides]
+    return sizes, np.outer(areas + scratch, observation.values), observation.structure
+
+
+def test_sizes_below_which_kernels_work_otherwise_are_left_out() -> None:
+    """The rest is described exactly, and nothing is said of smaller ones."""
+    sides = (64, 24, 96, 48, 80, 16, 72)
+    sizes, values, structure = rows(sides, small=16)
+    fit = best_fit(sizes, values, structure, 0)
+    assert fit.error < EXACT_ERROR
+    assert fit.covers({"batch": 8, "side": 40})
+    assert not fit.covers({"batch": 8, "side": 16})
+    assert not fit.covers({"batch": 8, "side": 20})
+    assert fit.values_at({"batch": 8, "side": 40}) == pytest.approx(values[0] * 40**2 / 64**2, rel=1e-6)
+
+
+def test_all_sizes_count_where_kernels_are_the_same() -> None:
+    """None is left out then."""
+    sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=0)
+    fit = best_fit(sizes, values, structure, 0)
+    assert (fit.sizes, fit.floors) == (7, frozenset())
+    assert fit.covers({"batch": 8, "side": 12})
+
+
+def test_no_more_than_the_smallest_are_left_out() -> None:
+    """Kernels that change in the middle of the range are no reason to believe in what is left."""
+    sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=64)
+    assert best_fit(sizes, values, structure, 0).error > EXACT_ERROR
