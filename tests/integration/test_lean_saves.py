@@ -12,7 +12,8 @@ from lightning_mimose import Mimose
 from lightning_mimose.bench.meter import PeakMeter
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.timeline import Timeline
-from tests.helpers.architectures import ARCHITECTURES, equal, train, trained_plainly
+from tests.helpers.architectures import ARCHITECTURES, equal, recompute_all, train, trained_plainly
+from tests.helpers.models import Batch
 
 AREA = "Lean saves"
 
@@ -72,17 +73,27 @@ def test_a_budget_is_kept_without_recomputing(name: str) -> None:
 
 def test_what_was_learnt_elsewhere_is_tried_here_first() -> None:
     """Recipes are compared in every process: a resumed run keeps nothing lean that it has not tried itself."""
-    architecture = ARCHITECTURES["llama"]  # so small, others would rather be recomputed
+    architecture = ARCHITECTURES["llama"]
     batches = architecture.batches()
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        """Lean wherever that is known: by time it would depend on the machine."""
+        return everywhere("lean+products")(timeline, budget_bytes) or recompute_all(timeline, budget_bytes)
+
     plain = train(architecture.build, batches)
     budget = plain.budget(0.6)
-    first = train(architecture.build, batches, budget)
+    first = train(architecture.build, batches, budget, planner=planner)
     assert first.mimose is not None
     assert any(record.lean_units for record in first.mimose.records)
 
     model = architecture.build()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=lambda model, batch: model(**batch).loss) as resumed:
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=loss_of, planner=planner) as resumed:
         assert resumed._advisor.load_state_dict(first.mimose._advisor.state_dict())
         for batch in [*batches, *batches]:
             resumed.step(batch)
