@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
-from lightning_mimose.actions.lean.returned import make_in_backward, result_at
+from lightning_mimose.actions.lean.returned import make_in_backward
 from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
@@ -32,6 +33,7 @@ from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trial import Candidate, Trial
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.menu import ATTENTION, CHUNKS, GRADES, OFFLOAD, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.parts import storages_in
 from lightning_mimose.units import Unit, is_compiled
 
 
@@ -319,11 +321,13 @@ class _Calls:
     def _return(self, saves: LeanSaves, out: Any, hands_on: bool) -> None:
         """Say what its result is rebuilt by, or that it need not be."""
         session = self._session
-        result = result_at(out, session.places[self._name])
-        if not hands_on:
-            saves.keep_results(result)
+        taken = next(islice(storages_in(out), session.places[self._name], None), None)
+        if taken is None:
             return
-        for base, recipe in saves.results(result):
+        if not hands_on:
+            saves.keep_results(out, taken)
+            return
+        for base, recipe in saves.results(out, taken):
             session.returned.add(base, recipe, self._name, read=session.unread(self._name))
 
     def _recomputed(

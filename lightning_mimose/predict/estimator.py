@@ -16,16 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.features import Relation
-from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.features import Relation, varying_dims
+from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, best_fit
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Waits
 from lightning_mimose.predict.structure import Structure
 
-GOOD_ERROR = 0.005
-"""Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
-USABLE_ERROR = 0.05
-"""The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
 FORGET_AFTER = 20
@@ -301,6 +297,8 @@ class Estimator:
             return ()
         names, structure = next(reversed(self._latest.items()))
         fit = self._fit(structure, None, names)
+        if fit is not None and fit.trimmed:  # which was made from a part of them
+            return varying_dims([dict(key) for key in self._observed[structure] if _names(key) == names])[1]
         return () if fit is None else fit.relations
 
     def _fit(self, structure: Structure, batch: int | None, names: tuple[str, ...]) -> Fit | None:

@@ -23,6 +23,10 @@ BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
 FEW_ODD = 2
 """Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
+GOOD_ERROR = 0.005
+"""Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
+USABLE_ERROR = 0.05
+"""The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 FEWEST_LARGER = 5
 """Sizes that have to be left where the smallest are left out."""
 MANY_SIZES = 8
@@ -48,7 +52,7 @@ class Fit:
         sides: The dimensions that vary, but the batch.
         grains: Where these are two (sides of images, as a rule): what they are multiples of in all sizes that were
             seen, or in all but a few.
-        floors: Dimensions whose least value is a bound: for smaller ones kernels run in another way.
+        trimmed: Whether smaller sizes than these were left out: kernels work in another way there.
     """
 
     basis: Basis
@@ -64,7 +68,7 @@ class Fit:
     local: LocalFit | None = None
     sides: tuple[str, ...] = ()
     grains: tuple[int, ...] = ()
-    floors: frozenset[str] = frozenset()
+    trimmed: bool = False
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -93,7 +97,7 @@ class Fit:
             self.low.keys() == dims.keys()
             and all(self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items())
             and all(relation.holds(dims) for relation in self.relations)
-            and all(dims[name] >= self.low[name] for name in self.floors)
+            and not (self.trimmed and any(dims[name] < self.low[name] for name in self.sides))
         )
 
 
@@ -103,29 +107,30 @@ def best_fit(
     """The simplest basis that predicts every size from the others, or else the one that does so best.
 
     Kernels choose another way where a side gets small (a convolution over maps of 2 x 2 elements, on some processors),
-    which no polynomial describes together with the rest. So where the least values of one dimension after another
-    stand in the way, the fit is one of the larger sizes, and holds for no smaller ones.
+    which no polynomial describes together with the rest. So where what is left is described exactly without the least
+    value of one side after another (or usably, and all together not), the fit is one of the larger sizes, and holds for
+    no smaller ones.
     """
-    best = _fit_of(sizes, values, structure, resident_bytes)
-    kept, floors = list(range(len(sizes))), set[str]()
+    whole = best = _fit_of(sizes, values, structure, resident_bytes)
+    if whole.error <= GOOD_ERROR:
+        return whole
+    kept, left = list(range(len(sizes))), set(whole.sides)
     fewest = max(FEWEST_LARGER, len(sizes) - max(1, len(sizes) // 4))
     while best.error > EXACT_ERROR:
         tried: list[tuple[Fit, str, list[int]]] = []
-        for name in set(varying_dims([sizes[i] for i in kept])[0]) - floors:
+        for name in sorted(left):
             least = min(sizes[i][name] for i in kept)
             larger = [i for i in kept if sizes[i][name] > least]
             if len(larger) >= fewest:
-                tried.append(
-                    (_fit_of([sizes[i] for i in larger], values[larger], structure, resident_bytes), name, larger)
-                )
-        if not tried:
-            break
-        found, name, larger = min(tried, key=lambda each: (each[0].error, each[1]))
+                found = _fit_of([sizes[i] for i in larger], values[larger], structure, resident_bytes)
+                tried.append((found, name, larger))
+        found, name, larger = min(tried, key=lambda each: each[0].error, default=(whole, "", kept))
         if found.error >= BETTER * best.error:
             break
-        floors.add(name)
-        best, kept = replace(found, floors=frozenset(floors)), larger
-    return best
+        left.discard(name)
+        best, kept = replace(found, trimmed=True), larger
+    # One that is no more than usable has the least error of several; it is better than none.
+    return best if best.error <= EXACT_ERROR or whole.error > USABLE_ERROR >= best.error else whole
 
 
 def _fit_of(

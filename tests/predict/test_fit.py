@@ -71,8 +71,29 @@ def test_all_sizes_count_where_kernels_are_the_same() -> None:
     """None is left out then."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=0)
     fit = best_fit(sizes, values, structure, 0)
-    assert (fit.sizes, fit.floors) == (7, frozenset())
+    assert (fit.sizes, fit.trimmed) == (7, False)
     assert fit.covers({"batch": 8, "side": 12})
+
+
+def test_no_side_is_believed_to_be_the_same_below_what_was_seen() -> None:
+    """Small heights have shown that kernels change; small widths may as well."""
+    pairs = ((64, 32), (96, 48), (48, 64), (80, 96), (128, 40), (112, 128), (32, 80), (72, 56), (16, 64), (16, 96))
+    _, values, structure = rows([1], small=0)
+    areas = [h * w + (128 * 128 if min(h, w) <= 16 else 0) for h, w in pairs]
+    sizes = [{"batch": 8, "height": h, "width": w} for h, w in pairs]
+    fit = best_fit(sizes, np.outer(areas, values[0]), structure, 0)
+    assert fit.error < EXACT_ERROR
+    assert fit.covers({"batch": 8, "height": 64, "width": 64})
+    assert not fit.covers({"batch": 8, "height": 64, "width": 16})
+
+
+def test_a_good_fit_leaves_nothing_out() -> None:
+    """A little noise is no sign of another kernel."""
+    sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72, 40, 56), small=0)
+    noise = np.random.default_rng(0).uniform(-2e-3, 2e-3, (len(sizes), 1))
+    fit = best_fit(sizes, values * (1 + noise), structure, 0)
+    assert fit.error > EXACT_ERROR
+    assert (fit.sizes, fit.trimmed) == (9, False)
 
 
 def test_no_more_than_the_smallest_are_left_out() -> None:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.handles import Rebuilt, rebuilt_now
 from lightning_mimose.errors import is_out_of_memory
-from lightning_mimose.parts import storages_in
 
 
 class Result:
@@ -106,16 +105,6 @@ def _forget(
 def state_of(base: torch.Tensor) -> tuple[object, ...]:
     """What is another if somebody has written a tensor, or looks at more or less of its storage."""
     return base._version, base.shape, base.stride(), base.storage_offset(), base.dtype, base.is_conj(), base.is_neg()
-
-
-def result_at(out: Any, place: int) -> torch.Tensor | None:
-    """The first of the tensors that a unit returned on the storage that is the `place`-th of theirs, from 0."""
-    for leaf in tree_leaves(out):
-        parts = sum(1 for _ in storages_in(leaf))
-        if place < parts:
-            return leaf if isinstance(leaf, torch.Tensor) else None
-        place -= parts
-    return None
 
 
 def make_in_backward(taken: Sequence[Rebuilt], out: Any) -> None:

@@ -225,13 +225,16 @@ class LeanSaves:
             self._values.found[base.grad_fn, base.output_nr] = None if handle is None else result.handle
         return Kept(tensor) if handle is None else handle
 
-    def results(self, out: Any) -> Iterator[tuple[torch.Tensor, Recipe]]:
+    def results(self, out: Any, only: torch.UntypedStorage | None = None) -> Iterator[tuple[torch.Tensor, Recipe]]:
         """What of a call's result is rebuilt from what it saves; to be asked for before `close`.
 
         Args:
             out: What the forward returned.
+            only: The storage of what is asked for, if it is not all.
         """
         for number, (base, node) in enumerate(_made_in(out)):
+            if only is not None and base.untyped_storage() is not only:
+                continue
             recipe = self._result(base, node, base.output_nr)
             if recipe is not None and self._is_right(Place(-1 - number, node.name(), recipe.identity), recipe, base):
                 yield base, recipe
@@ -241,10 +244,15 @@ class LeanSaves:
         for _ in self.results(out):
             pass
 
-    def keep_results(self, out: Any) -> None:
-        """Others keep them as long: what saved them as well need not rebuild them."""
+    def keep_results(self, out: Any, only: torch.UntypedStorage) -> None:
+        """Others keep one of them as long: what saved it as well need not rebuild it.
+
+        Args:
+            out: What the forward returned.
+            only: The storage of that one.
+        """
         for base, node in _made_in(out):
-            recipe = self._result(base, node, base.output_nr)
+            recipe = self._result(base, node, base.output_nr) if base.untyped_storage() is only else None
             if recipe is not None and recipe.is_saved:
                 recipe.keep(base)
 
