@@ -12,8 +12,7 @@ from transformers import SwinConfig, SwinForImageClassification
 
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.menu import GRADES
-from lightning_mimose.predict.estimator import GOOD_ERROR
-from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.fit import GOOD_ERROR, Fit, best_fit
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.recording import recorded
 
