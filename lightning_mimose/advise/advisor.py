@@ -105,7 +105,7 @@ class Advisor(Student):
             )
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
-            proves = self.beyond(prediction) > 0
+            proves = self.beyond(prediction) > 0 and not set(GRADES).isdisjoint(dict(plan).values())
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

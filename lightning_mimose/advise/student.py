@@ -49,6 +49,7 @@ class Student(Forecast):
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
         if anew and prediction is not None:
             predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
+        kept_free = self.misses.kept_free_bytes
         self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         calls = prediction.structure.calls if prediction is not None else ()
@@ -60,6 +61,8 @@ class Student(Forecast):
         broken = missed > 0 and measured_bytes > self.budget_bytes
         if not broken and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
             return
+        if 0 < missed <= MISSED_SHARE * measured_bytes and not broken and kept_free == self.misses.kept_free_bytes:
+            return  # as far above as was known: plans made with that would come out the same
         self._forget_plans()
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -426,6 +427,28 @@ def test_planned_steps_are_measured_only_at_first() -> None:
     assert not any(record.sheltered for record in records)
     assert records[0].measured_peak_bytes is not None
     assert all(record.measured_peak_bytes is None for record in records[6:])
+
+
+class Jumps(TinyText):
+    """From some length on it keeps some more, of which shorter batches show nothing."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """The loss, and what is kept until everything else is done."""
+        more = self.head.bias[:1].expand(6_000).exp() if input_ids.shape[1] > max(LENGTHS) else torch.zeros(1)
+        out = super().forward(input_ids, labels)
+        return SimpleNamespace(loss=out.loss + 0 * more.sin().sum())
+
+
+def test_a_step_that_is_as_far_above_its_prediction_as_was_known_is_not_measured_for_ever() -> None:
+    """Where the budget is ample, nothing is lean, and a meter would double the step's time for nothing."""
+    with attached(Jumps(layers=2)) as engine:
+        learnt(engine, texts())
+        records = [step(engine, text_batch(4, 100)) for _ in range(12)]
+    predicted, measured = records[0].predicted_peak_bytes, records[0].measured_peak_bytes
+    assert predicted is not None and measured is not None
+    assert 0.002 * measured < measured - predicted < 0.008 * measured, "it is one of those"
+    assert [record.measured_peak_bytes is None for record in records[4:]] == [True] * 8
+    assert all(record.cache_hit for record in records[4:]), "nor planned anew"
 
 
 def test_a_run_of_one_size_that_is_rounded_up_is_planned() -> None:
