@@ -445,7 +445,8 @@ def test_a_step_that_is_as_far_above_its_prediction_as_was_known_is_not_measured
         learnt(engine, texts())
         records = [step(engine, text_batch(4, 100)) for _ in range(12)]
     predicted, measured = records[0].predicted_peak_bytes, records[0].measured_peak_bytes
-    assert predicted is not None and measured is not None
+    assert predicted is not None
+    assert measured is not None
     assert 0.002 * measured < measured - predicted < 0.008 * measured, "it is one of those"
     assert [record.measured_peak_bytes is None for record in records[4:]] == [True] * 8
     assert all(record.cache_hit for record in records[4:]), "nor planned anew"
