@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
-from lightning_mimose.predict.local import LEVERAGE, LocalFit, distinct_rows, fit_locally
+from lightning_mimose.predict.local import LocalFit, fit_locally
+from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 

@@ -7,16 +7,17 @@ taken as differences, each is fitted by the simplest tiling that is exact, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.differences import Differences
+from lightning_mimose.predict.solving import LEVERAGE, Design, Solved, all_solved, designs_of
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Tiling, tilings
+from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Surfaces, Tiling, tilings
 
 Floats = NDArray[np.float64]
 
@@ -30,15 +31,6 @@ ENOUGH = 500
 """Columns that are looked at to see whether they are those of a pyramid."""
 CHANCE = 3.0
 """How much more columns that no tiling describes are missed than in the sizes left out: the best of so many is luck."""
-LEVERAGE = 1e-6
-"""What a size must leave to the others for them to check it: else a feature rests on it alone."""
-
-
-class Design(Protocol):
-    """Features of sizes."""
-
-    def design(self, sizes: Sequence[Mapping[str, int]]) -> Floats:
-        """Shape (sizes, features)."""
 
 
 class Part(NamedTuple):
@@ -56,9 +48,9 @@ class Part(NamedTuple):
     coefficients: Floats
     unchecked: Floats
 
-    def knows(self, dims: Mapping[str, int]) -> bool:
-        """Whether what is predicted for a size was checked on others."""
-        return not (np.abs(self.basis.design([dims]) @ self.unchecked) > LEVERAGE).any()
+    def knows(self, design: Floats) -> bool:
+        """Whether what is predicted for a size with these features was checked on others."""
+        return not self.unchecked.size or not (np.abs(design @ self.unchecked) > LEVERAGE).any()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +77,7 @@ class LocalFit:
 
     def values_at(self, dims: Mapping[str, int]) -> Floats:
         """What is predicted for some size, shape (columns,)."""
-        values: Floats = self.differences.summed(self._filled(dims, self.parts))[0]
+        values: Floats = self.differences.summed(self._filled(Surfaces([dims]), self.parts))[0]
         return values
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
@@ -95,7 +87,8 @@ class LocalFit:
 
         Infinite where a rounding does what was never seen, or once, so that nothing checks what is predicted.
         """
-        if not all(part.knows(dims) for part in self.parts):
+        surfaces = Surfaces([dims])
+        if not all(part.knows(design) for part, design in _in_parts(self.parts, surfaces)):
             return float("inf")
         if any(tiling.pads(dims) is not seen for tiling, seen in self.unseen):
             return float("inf")
@@ -103,20 +96,25 @@ class LocalFit:
             return float("inf")
         if not self.rivals:
             return 0.0
-        both = self._filled(dims, self.parts).repeat(2, axis=0)
-        self._fill(both[1:], dims, self.rivals)
+        both = self._filled(surfaces, self.parts).repeat(2, axis=0)
+        self._fill(both[1:], surfaces, self.rivals)
         one, other = self.structure.summary(np.maximum(self.differences.summed(both), 0.0))
         return float(np.abs(one - other)[:2].max() / (one[0] + resident_bytes))
 
-    def _filled(self, dims: Mapping[str, int], parts: Sequence[Part]) -> Floats:
+    def _filled(self, surfaces: Surfaces, parts: Sequence[Part]) -> Floats:
         found = np.zeros((1, self.structure.columns))
-        self._fill(found, dims, parts)
+        self._fill(found, surfaces, parts)
         return found
 
     @staticmethod
-    def _fill(found: Floats, dims: Mapping[str, int], parts: Sequence[Part]) -> None:
-        for part in parts:
-            found[:, part.columns] = part.basis.design([dims]) @ part.coefficients
+    def _fill(found: Floats, surfaces: Surfaces, parts: Sequence[Part]) -> None:
+        for part, design in _in_parts(parts, surfaces):
+            found[:, part.columns] = design @ part.coefficients
+
+
+def _in_parts(parts: Sequence[Part], surfaces: Surfaces) -> Iterator[tuple[Part, Floats]]:
+    """Parts, and the features of some sizes in each."""
+    return zip(parts, designs_of((part.basis for part in parts), surfaces), strict=True)
 
 
 def fit_locally(
@@ -144,15 +142,16 @@ def fit_locally(
     varying = np.flatnonzero(np.ptp(targets, axis=0) > scale)
     batch = "batch" if "batch" in dims else None
     some = varying[:: max(1, len(varying) // ENOUGH)]
+    surfaces = Surfaces(sizes)
 
     def described(stem: int) -> int:
-        found, _ = _exact([_all_solved(next(tilings(sides, batch, stem)), sizes)], targets[:, some], scale[some])
+        found, _ = _exact([all_solved(next(tilings(sides, batch, stem)), surfaces)], targets[:, some], scale[some])
         return sum(each is not None for each in found)
 
     stem = next((stem for stem in STEMS if described(stem) >= MANY * len(some)), None)
     if stem is None:
         return None
-    steps = [_all_solved(step, sizes) for step in tilings(sides, batch, stem)]
+    steps = [all_solved(step, surfaces) for step in tilings(sides, batch, stem)]
     chosen, rivals = _exact(steps, targets, scale)
     if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
         return None
@@ -168,7 +167,7 @@ def fit_locally(
     exact = [solved.basis for solved in dict.fromkeys(chosen) if solved is not None]
     left_out = targets.copy()
     rest = [column for column, solved in enumerate(chosen) if solved is None]
-    simple = [*_all_solved([spare], sizes), *steps[0], *steps[1]]
+    simple = [*all_solved([spare], surfaces), *steps[0], *steps[1]]
     every = [solved for solved in simple if solved.free.min() > LEVERAGE]
     if rest and not every:
         return None
@@ -190,99 +189,16 @@ def fit_locally(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Solved:
-    """Least squares in one basis.
-
-    Attributes:
-        basis: It.
-        orthogonal: Shape (sizes, features); spans what it can describe.
-        inverse: Shape (features, sizes); from values to coefficients.
-        free: Shape (sizes,); what each size, and those like it, leave to the others.
-        unchecked: Shape (features, directions); features along these rest on sizes that nothing checks.
-    """
-
-    basis: Any
-    orthogonal: Floats
-    inverse: Floats
-    free: Floats
-    unchecked: Floats
-
-    def residuals(self, targets: Floats) -> Floats:
-        """What it does not describe."""
-        found: Floats = targets - self.orthogonal @ (self.orthogonal.T @ targets)
-        return found
-
-
-def _all_solved(bases: Sequence[Design], sizes: Sequence[Mapping[str, int]]) -> list[_Solved]:
-    """Those that the sizes determine, with two to spare."""
-    found = []
-    for basis in bases:
-        design = basis.design(sizes)
-        scale = np.abs(design).max(axis=0)
-        if len(sizes) < design.shape[1] + 2 or not scale.all():
-            continue
-        design = design / scale
-        orthogonal, size, right = np.linalg.svd(design, full_matrices=False)
-        if size[-1] <= size[0] * len(sizes) * np.finfo(np.float64).eps:
-            continue
-        like = _like(design)
-        free = 1 - like * (orthogonal**2).sum(axis=1)
-        unchecked: Floats | None
-        if free.min() > LEVERAGE and size[-1] > LEVERAGE * size[0]:  # as nearly always, and what it would say then
-            unchecked = np.zeros((len(size), 0)) if _spares(like, len(size)) else None
-        else:
-            unchecked = _unchecked(design)
-        if unchecked is not None:
-            inverse = (right.T / size) @ orthogonal.T / scale[:, None]
-            found.append(_Solved(basis, orthogonal, inverse, free, unchecked / scale[:, None]))
-    return found
-
-
-def distinct_rows(design: Floats) -> tuple[Floats, NDArray[np.intp]]:
-    """The features that differ, and of each size which of them it has.
-
-    Sizes that a basis cannot tell apart (a portrait and its landscape) must not vouch for each other.
-    """
-    distinct, group = np.unique(design.round(9), axis=0, return_inverse=True)
-    return distinct, group.reshape(-1)
-
-
-def _like(design: Floats) -> NDArray[np.intp]:
-    """How many sizes have the same features as each."""
-    _, group = distinct_rows(design)
-    return np.bincount(group)[group]
-
-
-def _spares(like: NDArray[np.intp], features: int) -> bool:
-    """Whether two different sizes more than there are features were seen."""
-    return bool((1 / like).sum() > features + 1.5)
-
-
-def _unchecked(design: Floats) -> Floats | None:
-    """What no size checks, because it rests on one alone: shape (features, directions); None if nothing is checked."""
-    rows = design
-    while len(rows):
-        left, size, right = np.linalg.svd(rows, full_matrices=True)
-        rank = int((size > LEVERAGE * size[0]).sum())
-        like = _like(rows)
-        alone = like * (left[:, :rank] ** 2).sum(axis=1) >= 1 - LEVERAGE
-        if not alone.any():
-            return right[rank:].T if _spares(like, rank) else None
-        rows = rows[~alone]
-    return None
-
-
 def _exact(
-    steps: Sequence[Sequence[_Solved]], targets: Floats, scale: Floats
-) -> tuple[list[_Solved | None], list[_Solved | None]]:
+    steps: Sequence[Sequence[Solved]], targets: Floats, scale: Floats
+) -> tuple[list[Solved | None], list[Solved | None]]:
     """Of every column: the first basis that describes it exactly, and the last with as many features, if another."""
     # Units that are alike have columns that are equal.
     unique, which = np.unique(targets, axis=1, return_inverse=True)
     which, close = which.reshape(-1), np.full(unique.shape[1], np.inf)
     np.minimum.at(close, which, scale)
-    first: list[_Solved | None] = [None] * unique.shape[1]
-    last: list[_Solved | None] = [None] * unique.shape[1]
+    first: list[Solved | None] = [None] * unique.shape[1]
+    last: list[Solved | None] = [None] * unique.shape[1]
     left = np.arange(unique.shape[1])
     for step in steps:
         open_targets = unique[:, left]
@@ -310,8 +226,8 @@ def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tupl
     return tuple(found)
 
 
-def _parts(chosen: Sequence[_Solved | None], targets: Floats) -> tuple[Part, ...]:
-    columns: dict[_Solved, list[int]] = {}
+def _parts(chosen: Sequence[Solved | None], targets: Floats) -> tuple[Part, ...]:
+    columns: dict[Solved, list[int]] = {}
     for column, solved in enumerate(chosen):
         if solved is not None:
             columns.setdefault(solved, []).append(column)

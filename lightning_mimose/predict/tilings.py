@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Side = TypeVar("Side", int, Integers)
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 7, 14, 28, 56, 112, 224, 12, 24, 48, 96, 192)
 """What sides are rounded to: strides, patches, and whole windows of them."""
@@ -37,25 +40,27 @@ class Tiling:
     edges: Literal["fine", "coarse"] | None = None
     stem: int = 1
 
-    def features(self, dims: Mapping[str, int]) -> list[float]:
-        """The features of a size.
+    def design(self, sizes: Sequence[Mapping[str, int]]) -> Floats:
+        """The features of some sizes, shape (sizes, features).
 
         Example:
             >>> tiling = Tiling(("h", "w"), None, 2, 4, "fine")
-            >>> tiling.features({"h": 6, "w": 8}), tiling.features({"h": 8, "w": 8})
-            ([1.0, 48.0, 64.0, 48.0], [1.0, 64.0, 64.0, 0.0])
+            >>> tiling.design([{"h": 6, "w": 8}, {"h": 8, "w": 8}]).tolist()
+            [[1.0, 48.0, 64.0, 48.0], [1.0, 64.0, 64.0, 0.0]]
         """
-        fine, coarse = self._surface(dims, self.fine), self._surface(dims, self.coarse)
-        found = [1.0, fine]
-        if self.coarse != self.fine:
-            found.append(coarse)
-        if self.edges is not None:
-            found.append((fine if self.edges == "fine" else coarse) * self.pads(dims))
-        return found if self.batch is None else [1.0, *(dims[self.batch] * each for each in found)]
+        return self.design_in(Surfaces(sizes))
 
-    def design(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
-        """The features of some sizes, shape (sizes, features)."""
-        return np.array([self.features(dims) for dims in sizes])
+    def design_in(self, surfaces: Surfaces) -> Floats:
+        """The same of sizes whose surfaces other tilings ask for, too."""
+        found = [surfaces.of(self, self.fine)]
+        if self.coarse != self.fine:
+            found.append(surfaces.of(self, self.coarse))
+        if self.edges is not None:
+            found.append(found[0 if self.edges == "fine" else -1] * surfaces.pads(self))
+        if self.batch is None:
+            return np.stack([surfaces.ones, *found], axis=1)
+        batch = surfaces.side(self.batch)
+        return np.stack([surfaces.ones, batch, *(batch * each for each in found)], axis=1)
 
     def pads(self, dims: Mapping[str, int]) -> bool:
         """Whether the coarse rounding adds anything to the fine one."""
@@ -70,14 +75,51 @@ class Tiling:
         """
         return {_rounded(side, self.coarse) // self.coarse for side in self._sides_of(dims)}
 
-    def _surface(self, dims: Mapping[str, int], multiple: int) -> float:
-        return float(prod(_rounded(side, multiple) for side in self._sides_of(dims)))
-
     def _sides_of(self, dims: Mapping[str, int]) -> list[int]:
         return [dims[name] // self.stem * self.stem for name in self.sides]
 
 
-def _rounded(side: int, multiple: int) -> int:
+class Surfaces:
+    """The surfaces of some sizes in all roundings, each made once: there are hundreds of tilings of few of them.
+
+    Args:
+        sizes: The sizes.
+    """
+
+    def __init__(self, sizes: Sequence[Mapping[str, int]]) -> None:
+        self.sizes = sizes
+        self.ones = np.ones(len(sizes))
+        self._sides: dict[str, Integers] = {}
+        self._rounded: dict[tuple[str, int, int], Integers] = {}
+        self._surfaces: dict[tuple[tuple[str, ...], int, int], Floats] = {}
+
+    def side(self, name: str) -> Integers:
+        """A dimension of all sizes, shape (sizes,)."""
+        if name not in self._sides:
+            self._sides[name] = np.array([dims[name] for dims in self.sizes])
+        return self._sides[name]
+
+    def of(self, tiling: Tiling, multiple: int) -> Floats:
+        """The surfaces with sides rounded to a multiple, shape (sizes,)."""
+        key = tiling.sides, tiling.stem, multiple
+        if key not in self._surfaces:
+            one, other = (self._rounded_side(name, tiling.stem, multiple) for name in tiling.sides)
+            self._surfaces[key] = np.multiply(one, other, dtype=np.float64)
+        return self._surfaces[key]
+
+    def pads(self, tiling: Tiling) -> NDArray[np.bool_]:
+        """See `Tiling.pads`, shape (sizes,)."""
+        one, other = (self._rounded_side(name, tiling.stem, tiling.fine) % tiling.coarse for name in tiling.sides)
+        return np.logical_or(one, other)
+
+    def _rounded_side(self, name: str, stem: int, multiple: int) -> Integers:
+        key = name, stem, multiple
+        if key not in self._rounded:
+            self._rounded[key] = _rounded(self.side(name) // stem * stem, multiple)
+        return self._rounded[key]
+
+
+def _rounded(side: Side, multiple: int) -> Side:
     """Up to a multiple, or down if it is negative."""
     return -(-side // multiple) * multiple
 
