@@ -7,8 +7,9 @@ taken as differences, each is fitted by the simplest tiling that is exact, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,8 @@ class LocalFit:
 
 def _in_parts(parts: Sequence[Part], surfaces: Surfaces) -> Iterator[tuple[Part, Floats]]:
     """Parts, and the features of some sizes in each."""
-    return zip(parts, designs_of((part.basis for part in parts), surfaces), strict=True)
+    for part in parts:
+        yield part, designs_of([part.basis], surfaces)[0]
 
 
 def fit_locally(
@@ -145,13 +147,15 @@ def fit_locally(
     surfaces = Surfaces(sizes)
 
     def described(stem: int) -> int:
-        found, _ = _exact([all_solved(next(tilings(sides, batch, stem)), surfaces)], targets[:, some], scale[some])
+        found, _ = _exact(
+            [partial(all_solved, next(tilings(sides, batch, stem)), surfaces)], targets[:, some], scale[some]
+        )
         return sum(each is not None for each in found)
 
     stem = next((stem for stem in STEMS if described(stem) >= MANY * len(some)), None)
     if stem is None:
         return None
-    steps = [all_solved(step, surfaces) for step in tilings(sides, batch, stem)]
+    steps = [cache(partial(all_solved, step, surfaces)) for step in tilings(sides, batch, stem)]
     chosen, rivals = _exact(steps, targets, scale)
     if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
         return None
@@ -167,8 +171,8 @@ def fit_locally(
     exact = [solved.basis for solved in dict.fromkeys(chosen) if solved is not None]
     left_out = targets.copy()
     rest = [column for column, solved in enumerate(chosen) if solved is None]
-    simple = [*all_solved([spare], surfaces), *steps[0], *steps[1]]
-    every = [solved for solved in simple if solved.free.min() > LEVERAGE]
+    simple = [*all_solved([spare], surfaces), *steps[0](), *steps[1]()] if rest else []
+    every = [solved for solved in simple if solved.free.min() > LEVERAGE and solved.unchecked is not None]
     if rest and not every:
         return None
     missing = [solved.residuals(targets[:, rest]) / solved.free[:, None] for solved in every]
@@ -190,7 +194,7 @@ def fit_locally(
 
 
 def _exact(
-    steps: Sequence[Sequence[Solved]], targets: Floats, scale: Floats
+    steps: Iterable[Callable[[], Sequence[Solved]]], targets: Floats, scale: Floats
 ) -> tuple[list[Solved | None], list[Solved | None]]:
     """Of every column: the first basis that describes it exactly, and the last with as many features, if another."""
     # Units that are alike have columns that are equal.
@@ -201,10 +205,14 @@ def _exact(
     last: list[Solved | None] = [None] * unique.shape[1]
     left = np.arange(unique.shape[1])
     for step in steps:
-        open_targets = unique[:, left]
-        for solved in step:
-            missed = np.abs(solved.residuals(open_targets)).max(axis=0, initial=0.0)
-            for column in left[missed <= close[left]].tolist():
+        if not len(left):
+            break
+        open_targets, open_close = unique[:, left], close[left]
+        for solved in step():
+            described = left[solved.describes(open_targets, open_close)].tolist()
+            if described and solved.unchecked is None:
+                continue
+            for column in described:
                 last[column] = None if first[column] is None else solved
                 first[column] = first[column] or solved
         left = np.array([column for column in left if first[column] is None], dtype=np.intp)
@@ -234,4 +242,5 @@ def _parts(chosen: Sequence[Solved | None], targets: Floats) -> tuple[Part, ...]
     return tuple(
         Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine], solved.unchecked)
         for solved, mine in columns.items()
+        if solved.unchecked is not None  # as is true of all that were chosen
     )

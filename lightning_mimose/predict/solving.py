@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.tilings import Surfaces, Tiling
+from lightning_mimose.predict.tilings import Surfaces, Tiling, designs
 
 Floats = NDArray[np.float64]
 
@@ -34,57 +35,80 @@ class Solved:
 
     Attributes:
         basis: It.
+        design: The features of all sizes, each at most 1, shape (sizes, features).
+        scale: What they were divided by, shape (features,).
         orthogonal: Shape (sizes, features); spans what it can describe.
         inverse: Shape (features, sizes); from values to coefficients.
         free: Shape (sizes,); what each size, and those like it, leave to the others.
-        unchecked: Shape (features, directions); features along these rest on sizes that nothing checks.
+        checked: Whether every feature rests on sizes that others check.
     """
 
     basis: Any
+    design: Floats
+    scale: Floats
     orthogonal: Floats
     inverse: Floats
     free: Floats
-    unchecked: Floats
+    checked: bool
+
+    @cached_property
+    def unchecked(self) -> Floats | None:
+        """Features along these directions rest on sizes that nothing checks, shape (features, directions).
+
+        None where nothing is checked. Only asked for of a basis that describes something: it takes long.
+        """
+        if self.checked:
+            return np.zeros((len(self.scale), 0))
+        found = _unchecked(self.design)
+        return None if found is None else found / self.scale[:, None]
 
     def residuals(self, targets: Floats) -> Floats:
         """What it does not describe."""
         found: Floats = targets - self.orthogonal @ (self.orthogonal.T @ targets)
         return found
 
+    def describes(self, targets: Floats, close: Floats) -> NDArray[np.bool_]:
+        """Which columns it misses by no more than they may be missed by."""
+        spanned = self.orthogonal.T @ targets
+        likely: NDArray[np.bool_] = np.abs(targets[0] - self.orthogonal[0] @ spanned) <= close
+        if likely.any():  # as for few bases, and few columns
+            missed = np.abs(targets[:, likely] - self.orthogonal @ spanned[:, likely])
+            likely[likely] = (missed <= close[likely]).all(axis=0)
+        return likely
+
 
 def all_solved(bases: Sequence[Design], surfaces: Surfaces) -> list[Solved]:
     """Those that the sizes determine, with two to spare; all of them have equally many features."""
-    designs = np.stack(list(designs_of(bases, surfaces)))
-    _, sizes, features = designs.shape
+    every = designs_of(bases, surfaces)
+    _, sizes, features = every.shape
     if sizes < features + 2:
         return []
-    scales = np.abs(designs).max(axis=1)
+    scales = np.abs(every).max(axis=1)
     whole = np.flatnonzero(scales.all(axis=1))
-    scales, designs = scales[whole], designs[whole] / scales[whole, None]
+    scales, rows = scales[whole], every[whole] / scales[whole, None]
     # All at once: there are hundreds, and training waits for them.
-    orthogonals, extents, rights = np.linalg.svd(designs, full_matrices=False)
+    orthogonals, extents, rights = np.linalg.svd(rows, full_matrices=False)
     determined = np.flatnonzero(extents[:, -1] > extents[:, 0] * sizes * np.finfo(np.float64).eps)
-    whole, scales, designs = whole[determined], scales[determined], designs[determined]
+    whole, scales, rows = whole[determined], scales[determined], rows[determined]
     orthogonals, extents, rights = orthogonals[determined], extents[determined], rights[determined]
-    likes = likes_of(designs)
+    likes = likes_of(rows)
     frees = 1 - likes * (orthogonals**2).sum(axis=2)
     spares = (1 / likes).sum(axis=1) > features + SPARE
-    # As nearly always, and what it would say then.
+    # As nearly always, and what `_unchecked` would say then.
     checked = (frees.min(axis=1) > LEVERAGE) & (extents[:, -1] > LEVERAGE * extents[:, 0])
     inverses = (rights.transpose(0, 2, 1) / extents[:, None]) @ orthogonals.transpose(0, 2, 1) / scales[:, :, None]
-    found = []
-    for i in np.flatnonzero(spares | ~checked).tolist():
-        unchecked = np.zeros((features, 0)) if checked[i] else _unchecked(designs[i])
-        if unchecked is not None:
-            basis = bases[whole[i]]
-            found.append(Solved(basis, orthogonals[i], inverses[i], frees[i], unchecked / scales[i, :, None]))
-    return found
+    return [
+        Solved(bases[whole[i]], rows[i], scales[i], orthogonals[i], inverses[i], frees[i], bool(checked[i]))
+        for i in np.flatnonzero(spares | ~checked).tolist()
+    ]
 
 
-def designs_of(bases: Iterable[Design], surfaces: Surfaces) -> Iterator[Floats]:
-    """The features of some sizes in many bases."""
-    for basis in bases:
-        yield basis.design_in(surfaces) if isinstance(basis, Tiling) else basis.design(surfaces.sizes)
+def designs_of(bases: Sequence[Design], surfaces: Surfaces) -> Floats:
+    """The features of some sizes in bases that have equally many, shape (bases, sizes, features)."""
+    tilings = [basis for basis in bases if isinstance(basis, Tiling)]
+    if len(tilings) == len(bases):
+        return designs(tilings, surfaces)
+    return np.array([basis.design(surfaces.sizes) for basis in bases])
 
 
 def distinct_rows(design: Floats) -> tuple[Floats, NDArray[np.intp]]:

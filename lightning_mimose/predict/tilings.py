@@ -48,19 +48,8 @@ class Tiling:
             >>> tiling.design([{"h": 6, "w": 8}, {"h": 8, "w": 8}]).tolist()
             [[1.0, 48.0, 64.0, 48.0], [1.0, 64.0, 64.0, 0.0]]
         """
-        return self.design_in(Surfaces(sizes))
-
-    def design_in(self, surfaces: Surfaces) -> Floats:
-        """The same of sizes whose surfaces other tilings ask for, too."""
-        found = [surfaces.of(self, self.fine)]
-        if self.coarse != self.fine:
-            found.append(surfaces.of(self, self.coarse))
-        if self.edges is not None:
-            found.append(found[0 if self.edges == "fine" else -1] * surfaces.pads(self))
-        if self.batch is None:
-            return np.stack([surfaces.ones, *found], axis=1)
-        batch = surfaces.side(self.batch)
-        return np.stack([surfaces.ones, batch, *(batch * each for each in found)], axis=1)
+        found: Floats = designs([self], Surfaces(sizes))[0]
+        return found
 
     def pads(self, dims: Mapping[str, int]) -> bool:
         """Whether the coarse rounding adds anything to the fine one."""
@@ -88,7 +77,6 @@ class Surfaces:
 
     def __init__(self, sizes: Sequence[Mapping[str, int]]) -> None:
         self.sizes = sizes
-        self.ones = np.ones(len(sizes))
         self._sides: dict[str, Integers] = {}
         self._rounded: dict[tuple[str, int, int], Integers] = {}
         self._surfaces: dict[tuple[tuple[str, ...], int, int], Floats] = {}
@@ -117,6 +105,22 @@ class Surfaces:
         if key not in self._rounded:
             self._rounded[key] = _rounded(self.side(name) // stem * stem, multiple)
         return self._rounded[key]
+
+
+def designs(tilings: Sequence[Tiling], surfaces: Surfaces) -> Floats:
+    """The features of some sizes in tilings that have equally many, shape (tilings, sizes, features)."""
+    first = tilings[0]
+    columns = [[surfaces.of(each, each.fine) for each in tilings]]
+    if first.coarse != first.fine:
+        columns.append([surfaces.of(each, each.coarse) for each in tilings])
+    if first.edges is not None:
+        copied = [surfaces.of(each, each.fine if each.edges == "fine" else each.coarse) for each in tilings]
+        columns.append([surface * surfaces.pads(each) for surface, each in zip(copied, tilings, strict=True)])
+    features = np.array(columns)
+    ones = np.ones((1, *features.shape[1:]))
+    if first.batch is not None:
+        features = np.concatenate([ones, features]) * surfaces.side(first.batch)
+    return np.ascontiguousarray(np.concatenate([ones, features]).transpose(1, 2, 0))
 
 
 def _rounded(side: Side, multiple: int) -> Side:
