@@ -57,6 +57,11 @@ class Structure:
         return tuple(np.flatnonzero(depth == d) for d in range(int(depth.max(initial=0)) + 1))
 
     @cached_property
+    def _inner(self) -> tuple[tuple[Ints, Ints], ...]:
+        """The units of every level but the roots', and those that they are in."""
+        return tuple((level, self.parents[level]) for level in self.levels[1:])
+
+    @cached_property
     def spans(self) -> tuple[Ints, Ints]:
         """For every unit (first, last + 1) in a depth-first numbering: a unit's span contains its descendants'."""
         size = np.ones(len(self.parents), dtype=np.intp)
@@ -84,12 +89,17 @@ class Structure:
         slots[self.unit[order], column] = order
         return slots
 
+    @cached_property
+    def _rows(self) -> Ints:
+        """Where the rows of `_slots` begin in memory."""
+        rows: Ints = np.arange(self._slots.size, dtype=np.intp)[:: self._slots.shape[1]]
+        return rows
+
     def _best_own(self, price: Floats) -> tuple[Floats, Ints]:
         """Per unit the least price among its own options (inf without any) and the option that has it."""
         padded = np.append(price, np.inf)[self._slots]
-        column = padded.argmin(axis=1)
-        rows = np.arange(len(self.parents))
-        return padded[rows, column], self._slots[rows, column]
+        places: Ints = self._rows + padded.argmin(axis=1)
+        return padded.ravel()[places], self._slots.ravel()[places]
 
     def cheapest(self, price: Floats) -> tuple[float, Ints]:
         """The pick of least total price, each option having a price of its own; keeping has price 0.
@@ -98,23 +108,19 @@ class Structure:
             The least total, and the pick that has it (a tie goes to keeping, then to the lower units).
         """
         own, option = self._best_own(price)
-        if len(self.levels) == 1:
+        roots, inner = self.levels[0], self._inner
+        if not inner:
             take = own < 0
             return float(own[take].sum()), np.where(take, option, NONE)
-        below = np.zeros(len(self.parents))
-        take = np.zeros(len(self.parents), dtype=np.bool_)
-        for depth in range(len(self.levels) - 1, -1, -1):
-            level = self.levels[depth]
-            take[level] = own[level] < below[level]
-            if depth:
-                np.add.at(below, self.parents[level], np.minimum(own, below)[level])
-        roots = self.levels[0]
-        total = float(np.minimum(own, below)[roots].sum())
-        is_open = np.ones(len(self.parents), dtype=np.bool_)
-        for level in self.levels[1:]:
-            above = self.parents[level]
-            is_open[level] = is_open[above] & ~take[above]
-        return total, np.where(take & is_open, option, NONE)
+        count = len(self.parents)
+        below = np.zeros(count)
+        for level, above in reversed(inner):
+            below += np.bincount(above, np.minimum(own[level], below[level]), count)
+        take = own < below
+        closed = np.zeros(count, dtype=np.bool_)
+        for level, above in inner:
+            closed[level] = closed[above] | take[above]
+        return float(np.minimum(own, below)[roots].sum()), np.where(take & ~closed, option, NONE)
 
     def forced_loss(self, price: Floats) -> Floats:
         """By how much the least total price rises when an option is forced into the pick, shape (options,)."""
