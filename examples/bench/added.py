@@ -1,4 +1,4 @@
-"""What the plugin itself takes: host time of a planned step, the longest wait for a plan, and memory of its own.
+"""What the plugin itself takes: host time of a planned step, and memory of its own.
 
 Two whole steps differ by more than what is looked for, even two without a budget. So a clock runs while the plugin's
 own code does, and stops while it has called the loss, the backward or the loop; the median of many steps counts, and of
@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import time
 import timeit
 import tracemalloc
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -27,7 +23,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForSequenceClassification
 
 from lightning_mimose import Mimose, MimoseCallback, StepRecord
 from lightning_mimose.actions.calls import patch_unit
@@ -40,9 +35,8 @@ from lightning_mimose.units import Unit
 
 UNITS, WIDTH, ROWS = 48, 16, 64
 STEPS = 250
-ROUNDS = 7
-NEW_SIZES = 150
 DISTINCT_SIZES = 10_000
+ROUNDS = 7
 
 
 class Block(nn.Module):
@@ -113,7 +107,6 @@ def rows() -> Iterator[dict[str, Any]]:
         yield _row(what, 1e6 * median(seconds), "us", "<= 150 us")
         yield _row(f"{what}, in the fastest of {ROUNDS} runs", 1e6 * min(seconds), "us", "")
     yield _row("a recomputed call, beyond a checkpoint by hand", 1e6 * _recomputed_seconds(), "us", "(per unit)")
-    yield from _new_sizes()
     yield _row(f"own memory after {DISTINCT_SIZES:,} sizes", own_bytes() / 1e6, "MB", "< 10 MB")
 
 
@@ -274,62 +267,6 @@ def _difference(plain: Callable[[], Any], ours: Callable[[], Any], patched: nn.M
             least[which] = min(least[which], timeit.timeit(call, number=number) / number)
     unpatch(patched)
     return least[1] - least[0]
-
-
-def _new_sizes() -> Iterator[dict[str, Any]]:
-    """Planning, in a process of its own: the first fit of all is part of it, with all that it imports."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        took, waited = pool.submit(new_sizes).result()
-    yield _row(f"a step of a new size, {UNITS} units, plans for (median)", 1e3 * median(took), "ms", "")
-    yield _row(f"the longest that planning held up a step, {NEW_SIZES} new sizes", 1e3 * max(waited), "ms", "<= 10 ms")
-
-
-def new_sizes() -> tuple[list[float], list[float]]:
-    """A BERT of 48 units in batches that are all of different sizes, at half of its activation memory.
-
-    Returns:
-        Of every step the seconds until its plan was in force: processor time of its thread, and time on the clock.
-    """
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    config = BertConfig(
-        vocab_size=512,
-        hidden_size=32,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(config)
-    order = random.Random(0)
-    lengths = order.sample(range(32, 400), NEW_SIZES)
-
-    def batch(length: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(512, (2, length))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(2, dtype=torch.long)}
-
-    took, waited = [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Mimose(model, budget="24MB", optimizer=optimizer) as mimose:
-        engine = mimose._engine
-        assert engine is not None
-        begin = engine.begin_step
-
-        def timed(*given: Any, **named: Any) -> None:
-            clock, began = time.perf_counter(), time.thread_time()
-            begin(*given, **named)
-            took.append(time.thread_time() - began)
-            waited.append(time.perf_counter() - clock)
-
-        engine.begin_step = timed  # type: ignore[method-assign]
-        for length in lengths:
-            mimose.step(batch(length))
-        del engine.begin_step
-        units = len(engine.units)
-        acting = [len(record.actions) for record in mimose.records if not record.sheltered]
-    print(f"{units} units, {sum(map(bool, acting))} of {len(acting)} planned steps act", file=sys.stderr)
-    return took, waited
 
 
 def own_bytes(sizes: int = DISTINCT_SIZES) -> int:
