@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
+from lightning_mimose.advise.forecast import LEAN_REACH
 from lightning_mimose.advise.student import Student
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
@@ -105,7 +106,9 @@ class Advisor(Student):
             )
             if plan is None:  # what the actions asked for cannot do (yet), the shelter can
                 return Advice(None, None, False)
-            proves = self.beyond(prediction) > 0 and not set(GRADES).isdisjoint(dict(plan).values())
+            proves = self.beyond(prediction) > 0
+            if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):
+                proves = self.estimator.beyond_compared(size.dims) > LEAN_REACH
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

@@ -49,20 +49,23 @@ class Student(Forecast):
         actions, prediction = dict(plan), self.estimator.predict(dict(size.dims))
         if anew and prediction is not None:
             predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
-        kept_free = self.misses.kept_free_bytes
+        left_free = self.misses.left_free_bytes
         self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
-        if abs(missed) <= MISSED_SHARE * measured_bytes and not set(GRADES).isdisjoint(actions.values()):
-            self.estimator.prove(size.dims)
+        if abs(missed) <= MISSED_SHARE * measured_bytes:
+            self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
         broken = missed > 0 and measured_bytes > self.budget_bytes
-        if not broken and (abs(missed) <= MISSED_SHARE / 4 * measured_bytes or (missed < 0 and bound)):
+        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
+        if missed > 0:  # what all plans leave free for it anyway is no news
+            news = missed - left_free > small or missed > large
+        else:  # others would leave less, if these leave any
+            news = not bound and (-missed > large or (-missed > small and left_free > 0))
+        if not (news or broken):
             return
-        if 0 < missed <= MISSED_SHARE * measured_bytes and not broken and kept_free == self.misses.kept_free_bytes:
-            return  # as far above as was known: plans made with that would come out the same
         self._forget_plans()
         if abs(missed) > MISSED_SHARE * measured_bytes:
             self.estimator.distrust()
@@ -129,6 +132,7 @@ class Student(Forecast):
         """What plans, peaks and views were made from is no longer believed."""
         self._actual_peaks.clear()
         self._views.clear()
+        self.misses.plans_forgotten()
 
     def guarded(self) -> dict[str, str]:
         """Unit -> what is not done with it, and why."""

@@ -80,6 +80,7 @@ class Estimator:
         self._rate: float | None = None
         self._handed: tuple[dict[str, int], dict[str, frozenset[str]], dict[str, int]] | None = None
         self._proven: dict[str, int] = {}
+        self._compared: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
@@ -208,6 +209,7 @@ class Estimator:
         self._enough = len(self) + 2
         self._measured_since.clear()
         self._proven.clear()
+        self._compared.clear()
 
     def has_habit(self, dims: Mapping[str, int]) -> bool:
         """Whether a size always took one of several paths, so that what is predicted for it holds for no other size."""
@@ -217,10 +219,24 @@ class Estimator:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self._waits.strange(tuple(sorted(dims)))
 
-    def prove(self, dims: Iterable[tuple[str, int]]) -> None:
-        """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`."""
+    def prove(self, dims: Iterable[tuple[str, int]], *, lean: bool) -> None:
+        """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`.
+
+        Args:
+            dims: The dimensions.
+            lean: Whether units were kept lean; otherwise it says nothing of those, see `beyond_compared`.
+        """
+        dims = list(dims)
+        for name, value in dims:
+            self._compared[name] = max(value, self._compared.get(name, 0))
+        if not lean:
+            return
         for name, value in dims:
             self._proven[name] = max(value, self._proven.get(name, 0))
+
+    def beyond_compared(self, dims: Iterable[tuple[str, int]]) -> float:
+        """How far dimensions are beyond those of planned steps that came out as predicted, whatever they did."""
+        return max((value / max(1, self._compared.get(name, 0)) for name, value in dims), default=1.0)
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""

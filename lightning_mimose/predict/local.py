@@ -239,8 +239,10 @@ def _parts(chosen: Sequence[Solved | None], targets: Floats) -> tuple[Part, ...]
     for column, solved in enumerate(chosen):
         if solved is not None:
             columns.setdefault(solved, []).append(column)
-    return tuple(
-        Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine], solved.unchecked)
-        for solved, mine in columns.items()
-        if solved.unchecked is not None  # as is true of all that were chosen
-    )
+    parts = []
+    for solved, mine in columns.items():
+        assert solved.unchecked is not None  # or it would not have been chosen
+        parts.append(
+            Part(solved.basis, np.array(mine, dtype=np.intp), solved.inverse @ targets[:, mine], solved.unchecked)
+        )
+    return tuple(parts)

@@ -19,6 +19,7 @@ class Misses:
         surplus_bytes: What is left of the bytes by which steps were above their predictions.
         fragmentation_bytes: What the allocator reserves beyond what is allocated.
         verified: Planned steps in a row whose prediction held, more or less.
+        left_free_bytes: What all plans leave free at least that were made since plans were last forgotten.
 
     Example:
         >>> misses = Misses()
@@ -34,6 +35,7 @@ class Misses:
         self.surplus_bytes = 0
         self.fragmentation_bytes = 0
         self.verified = 0
+        self.left_free_bytes = 0
         self._largest_allocated_bytes = 0
 
     @property
@@ -41,9 +43,14 @@ class Misses:
         """What plans leave free because of it."""
         return self.surplus_bytes + self.fragmentation_bytes
 
+    def plans_forgotten(self) -> None:
+        """All plans are made anew from now on."""
+        self.left_free_bytes = self.kept_free_bytes
+
     def fade(self) -> None:
         """A step did without what was missing before."""
         self.surplus_bytes = int(self.surplus_bytes * SURPLUS_LEFT)
+        self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
 
     def compare(self, predicted_bytes: int, measured_bytes: int) -> None:
         """Hold a planned step's peak against its prediction."""
@@ -70,4 +77,5 @@ class Misses:
         self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
         before = self.fragmentation_bytes
         self.fragmentation_bytes = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
+        self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
         return self.fragmentation_bytes > 1.05 * before

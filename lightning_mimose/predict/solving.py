@@ -79,6 +79,8 @@ class Solved:
 
 def all_solved(bases: Sequence[Design], surfaces: Surfaces) -> list[Solved]:
     """Those that the sizes determine, with two to spare; all of them have equally many features."""
+    if not bases:
+        return []
     every = designs_of(bases, surfaces)
     _, sizes, features = every.shape
     if sizes < features + 2:

@@ -49,3 +49,15 @@ def test_what_was_reserved_for_an_earlier_step_is_no_fragmentation() -> None:
     assert misses.kept_free_bytes == 200
     assert misses.reserved(400, 1300)
     assert misses.kept_free_bytes == 300
+
+
+def test_what_all_plans_leave_free_is_the_least_since_they_were_forgotten() -> None:
+    """Plans are made from what is kept free at the time, which falls; those made before it rose leave less."""
+    misses = Misses()
+    misses.compare(1000, 1100)
+    assert misses.left_free_bytes == 0
+    misses.plans_forgotten()
+    assert misses.left_free_bytes == 100
+    misses.compare(1000, 1000)
+    misses.compare(1000, 1200)
+    assert (misses.kept_free_bytes, misses.left_free_bytes) == (200, 90)

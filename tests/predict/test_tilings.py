@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import pytest
 
-from lightning_mimose.predict.tilings import EDGES, Tiling, tilings
+from lightning_mimose.predict.tilings import EDGES, STEMS, Surfaces, Tiling, designs, tilings
 
 SIDES = ("height", "width")
 
@@ -38,6 +40,28 @@ def test_all_but_one_constant_goes_with_the_batch() -> None:
     one, two = tiling.design([size(30, 30), size(30, 30, 2)])
     assert np.array_equal(two[1:], 2 * one[1:])
     assert one[0] == two[0] == 1
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("batch", [None, "batch"])
+def test_many_candidates_at_once_have_the_features_of_each(stem: int, batch: str | None) -> None:
+    """Worked out one by one, in whole numbers."""
+
+    def features(tiling: Tiling, dims: dict[str, int]) -> list[int]:
+        sides = [dims[name] // tiling.stem * tiling.stem for name in SIDES]
+        fine, coarse = (prod(-(-side // each) * each for side in sides) for each in (tiling.fine, tiling.coarse))
+        found = [fine] if tiling.fine == tiling.coarse else [fine, coarse]
+        if tiling.edges is not None:
+            found.append((fine if tiling.edges == "fine" else coarse) * tiling.pads(dims))
+        return [1, *found] if batch is None else [1, dims["batch"], *(dims["batch"] * each for each in found)]
+
+    def stem_of(tiling: Tiling) -> int:
+        return tiling.stem
+
+    sizes = [size(33, 50, 3), size(64, 64), size(7, 224, 2), size(1, 500, 5)]
+    for step in tilings(SIDES, batch, stem):
+        expected = [[features(tiling, dims) for dims in sizes] for tiling in step]
+        assert designs(step, Surfaces(sizes)).tolist() == expected
 
 
 def test_candidates_become_no_simpler() -> None:
