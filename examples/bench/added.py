@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.running import figure
 from lightning_mimose import Mimose, MimoseCallback, StepRecord
 from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
@@ -104,14 +105,10 @@ def rows() -> Iterator[dict[str, Any]]:
             found[name, "Lightning"].append(lightning(planner) + calls)
     for (name, door), seconds in found.items():
         what = f"a step {name}, {UNITS} units, known size: added on the host, {door}"
-        yield _row(what, 1e6 * median(seconds), "us", "<= 150 us")
-        yield _row(f"{what}, in the fastest of {ROUNDS} runs", 1e6 * min(seconds), "us", "")
-    yield _row("a recomputed call, beyond a checkpoint by hand", 1e6 * _recomputed_seconds(), "us", "(per unit)")
-    yield _row(f"own memory after {DISTINCT_SIZES:,} sizes", own_bytes() / 1e6, "MB", "< 10 MB")
-
-
-def _row(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
-    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}
+        yield figure(what, 1e6 * median(seconds), "us", "<= 150 us")
+        yield figure(f"{what}, in the fastest of {ROUNDS} runs", 1e6 * min(seconds), "us", "")
+    yield figure("a recomputed call, beyond a checkpoint by hand", 1e6 * _recomputed_seconds(), "us", "(per unit)")
+    yield figure(f"own memory after {DISTINCT_SIZES:,} sizes", own_bytes() / 1e6, "MB", "< 10 MB")
 
 
 class Clock:

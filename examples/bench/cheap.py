@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import added, waits
 from bench.added import Block
+from bench.running import figure
 from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session
@@ -55,10 +56,6 @@ def rows() -> Iterator[dict[str, Any]]:
     yield _sheltered()
 
 
-def _row(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
-    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}
-
-
 def _planning() -> Iterator[dict[str, Any]]:
     for depth, bar in ((50, "< 10 ms"), (500, "< 100 ms")):
         model = stack(depth, 16)
@@ -82,9 +79,9 @@ def _planning() -> Iterator[dict[str, Any]]:
                     began = time.perf_counter()
                     advisor.advise(size, advisor.resident, 0)
                     hit.append(time.perf_counter() - began)
-        yield _row(f"a new plan, {depth} units (median)", 1e3 * median(cold), "ms", bar)
-        yield _row(f"a new plan, {depth} units (worst)", 1e3 * max(cold), "ms", bar)
-        yield _row(f"plan lookup, {depth} units (median)", 1e6 * median(hit), "us", "< 100 us")
+        yield figure(f"a new plan, {depth} units (median)", 1e3 * median(cold), "ms", bar)
+        yield figure(f"a new plan, {depth} units (worst)", 1e3 * max(cold), "ms", bar)
+        yield figure(f"plan lookup, {depth} units (median)", 1e6 * median(hit), "us", "< 100 us")
 
 
 def _fitting() -> Iterator[dict[str, Any]]:
@@ -113,9 +110,9 @@ def _fitting() -> Iterator[dict[str, Any]]:
             inside = _inside(mimose, batch, repeats)
         same, again = interleaved(first, second, repeats)
         bar, which = f"< {max(100.0, 1e4 * without):.0f} us", f"a step that fits, {depth} units, {1e3 * without:.1f} ms"
-        yield _row(f"{which}: spent in the engine", 1e6 * inside, "us", bar)
-        yield _row(f"{which}: added to the whole step", 1e6 * (with_ - without), "us", bar)
-        yield _row(f"{which}: the same between two plain ones", 1e6 * (again - same), "us", "(noise)")
+        yield figure(f"{which}: spent in the engine", 1e6 * inside, "us", bar)
+        yield figure(f"{which}: added to the whole step", 1e6 * (with_ - without), "us", bar)
+        yield figure(f"{which}: the same between two plain ones", 1e6 * (again - same), "us", "(noise)")
 
 
 def _inside(mimose: Mimose, batch: torch.Tensor, repeats: int) -> float:
@@ -185,4 +182,4 @@ def _sheltered() -> dict[str, Any]:
     first, second = interleaved(by_hand, sheltered)
     for unit in units:
         unpatch(unit.module)
-    return _row("a sheltered step, meter off / checkpointed by hand", second / first, "x", "<= 1.05x")
+    return figure("a sheltered step, meter off / checkpointed by hand", second / first, "x", "<= 1.05x")

@@ -92,3 +92,8 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def figure(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
+    """The row of one figure that has a bar."""
+    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from bench.models import WORKLOADS
+from bench.running import figure
 from lightning_mimose import Mimose
 
 TEXTS = 150
@@ -50,13 +51,9 @@ def rows() -> Iterator[dict[str, Any]]:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found = pool.submit(measure).result()
         what = f"{what}, {found.units} units"
-        yield _row(f"{what}: a step's planning takes (median)", 1e3 * median(found.thread_seconds), "ms", "")
-        yield _row(f"{what}: the longest that planning held up a step", 1e3 * max(found.seconds), "ms", bar)
-        yield _row(f"{what}: planning, of all the time", 100 * sum(found.seconds) / found.whole_seconds, "%", "")
-
-
-def _row(what: str, value: float, unit: str, bar: str) -> dict[str, Any]:
-    return {"what": what, "measured": round(value, 3), "unit": unit, "bar": bar}
+        yield figure(f"{what}: a step's planning takes (median)", 1e3 * median(found.thread_seconds), "ms", "")
+        yield figure(f"{what}: the longest that planning held up a step", 1e3 * max(found.seconds), "ms", bar)
+        yield figure(f"{what}: planning, of all the time", 100 * sum(found.seconds) / found.whole_seconds, "%", "")
 
 
 def texts() -> Waits:

@@ -56,10 +56,10 @@ class Student(Forecast):
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
         bound = self.estimator.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
-        if abs(missed) <= MISSED_SHARE * measured_bytes:
+        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
+        if abs(missed) <= large:
             self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
         broken = missed > 0 and measured_bytes > self.budget_bytes
-        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
         if missed > 0:  # what all plans leave free for it anyway is no news
             news = missed - left_free > small or missed > large
         else:  # others would leave less, if these leave any
@@ -67,7 +67,7 @@ class Student(Forecast):
         if not (news or broken):
             return
         self._forget_plans()
-        if abs(missed) > MISSED_SHARE * measured_bytes:
+        if abs(missed) > large:
             self.estimator.distrust()
 
     def learn_strangers(self, size: BatchSize, missed_bytes: int) -> bool:

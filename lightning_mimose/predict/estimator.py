@@ -226,13 +226,9 @@ class Estimator:
             dims: The dimensions.
             lean: Whether units were kept lean; otherwise it says nothing of those, see `beyond_compared`.
         """
-        dims = list(dims)
         for name, value in dims:
-            self._compared[name] = max(value, self._compared.get(name, 0))
-        if not lean:
-            return
-        for name, value in dims:
-            self._proven[name] = max(value, self._proven.get(name, 0))
+            for known in (self._compared, self._proven) if lean else (self._compared,):
+                known[name] = max(value, known.get(name, 0))
 
     def beyond_compared(self, dims: Iterable[tuple[str, int]]) -> float:
         """How far dimensions are beyond those of planned steps that came out as predicted, whatever they did."""

@@ -7,7 +7,7 @@ taken as differences, each is fitted by the simplest tiling that is exact, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -78,7 +78,7 @@ class LocalFit:
 
     def values_at(self, dims: Mapping[str, int]) -> Floats:
         """What is predicted for some size, shape (columns,)."""
-        values: Floats = self.differences.summed(self._filled(Surfaces([dims]), self.parts))[0]
+        values: Floats = self.differences.summed(self._filled(_designs(self.parts, Surfaces([dims]))))[0]
         return values
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
@@ -89,34 +89,34 @@ class LocalFit:
         Infinite where a rounding does what was never seen, or once, so that nothing checks what is predicted.
         """
         surfaces = Surfaces([dims])
-        if not all(part.knows(design) for part, design in _in_parts(self.parts, surfaces)):
+        designs = _designs(self.parts, surfaces)
+        if not all(part.knows(design) for part, design in zip(self.parts, designs, strict=True)):
             return float("inf")
-        if any(tiling.pads(dims) is not seen for tiling, seen in self.unseen):
+        if any(surfaces.pads(tiling)[0] != seen for tiling, seen in self.unseen):
             return float("inf")
         if any(tiling.counts(dims) != count for tiling, count in self.steps):
             return float("inf")
         if not self.rivals:
             return 0.0
-        both = self._filled(surfaces, self.parts).repeat(2, axis=0)
-        self._fill(both[1:], surfaces, self.rivals)
+        both = self._filled(designs).repeat(2, axis=0)
+        _fill(both[1:], self.rivals, _designs(self.rivals, surfaces))
         one, other = self.structure.summary(np.maximum(self.differences.summed(both), 0.0))
         return float(np.abs(one - other)[:2].max() / (one[0] + resident_bytes))
 
-    def _filled(self, surfaces: Surfaces, parts: Sequence[Part]) -> Floats:
+    def _filled(self, designs: Sequence[Floats]) -> Floats:
         found = np.zeros((1, self.structure.columns))
-        self._fill(found, surfaces, parts)
+        _fill(found, self.parts, designs)
         return found
 
-    @staticmethod
-    def _fill(found: Floats, surfaces: Surfaces, parts: Sequence[Part]) -> None:
-        for part, design in _in_parts(parts, surfaces):
-            found[:, part.columns] = design @ part.coefficients
+
+def _designs(parts: Sequence[Part], surfaces: Surfaces) -> list[Floats]:
+    """The features of some sizes in the basis of each part."""
+    return [designs_of([part.basis], surfaces)[0] for part in parts]
 
 
-def _in_parts(parts: Sequence[Part], surfaces: Surfaces) -> Iterator[tuple[Part, Floats]]:
-    """Parts, and the features of some sizes in each."""
-    for part in parts:
-        yield part, designs_of([part.basis], surfaces)[0]
+def _fill(found: Floats, parts: Sequence[Part], designs: Sequence[Floats]) -> None:
+    for part, design in zip(parts, designs, strict=True):
+        found[:, part.columns] = design @ part.coefficients
 
 
 def fit_locally(
@@ -146,16 +146,13 @@ def fit_locally(
     some = varying[:: max(1, len(varying) // ENOUGH)]
     surfaces = Surfaces(sizes)
 
-    def described(stem: int) -> int:
-        found, _ = _exact(
-            [partial(all_solved, next(tilings(sides, batch, stem)), surfaces)], targets[:, some], scale[some]
-        )
-        return sum(each is not None for each in found)
-
-    stem = next((stem for stem in STEMS if described(stem) >= MANY * len(some)), None)
-    if stem is None:
+    for stem in STEMS:
+        steps = [cache(partial(all_solved, step, surfaces)) for step in tilings(sides, batch, stem)]
+        found, _ = _exact(steps[:1], targets[:, some], scale[some])
+        if sum(each is not None for each in found) >= MANY * len(some):
+            break
+    else:
         return None
-    steps = [cache(partial(all_solved, step, surfaces)) for step in tilings(sides, batch, stem)]
     chosen, rivals = _exact(steps, targets, scale)
     if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
         return None
@@ -187,7 +184,7 @@ def fit_locally(
         differences,
         _parts(chosen, targets),
         _parts(rivals, targets),
-        _unseen(exact, sizes),
+        _unseen(exact, surfaces),
         tuple((tiling, count) for tiling, count in counts if len(count) == 1),
         differences.summed(left_out),
     )
@@ -219,7 +216,7 @@ def _exact(
     return [first[i] for i in which], [last[i] for i in which]
 
 
-def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tuple[tuple[Tiling, bool], ...]:
+def _unseen(exact: Sequence[Tiling], surfaces: Surfaces) -> tuple[tuple[Tiling, bool], ...]:
     """Roundings that padded all sizes, or none: what the other kind takes was not seen."""
     roundings = {(tiling.stem, tiling.fine, tiling.coarse) for tiling in exact}
     if any(tiling.edges for tiling in exact):  # some blocks copy what they pad, so others may as well
@@ -228,7 +225,7 @@ def _unseen(exact: Sequence[Tiling], sizes: Sequence[Mapping[str, int]]) -> tupl
     for stem, fine, coarse in roundings:
         if fine != coarse:
             tiling = Tiling(exact[0].sides, None, fine, coarse, stem=stem)
-            padded = {tiling.pads(dims) for dims in sizes}
+            padded = set(surfaces.pads(tiling).tolist())
             if len(padded) == 1:
                 found.append((tiling, padded.pop()))
     return tuple(found)

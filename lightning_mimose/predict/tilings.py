@@ -51,10 +51,6 @@ class Tiling:
         found: Floats = designs([self], Surfaces(sizes))[0]
         return found
 
-    def pads(self, dims: Mapping[str, int]) -> bool:
-        """Whether the coarse rounding adds anything to the fine one."""
-        return any(_rounded(side, self.fine) % self.coarse for side in self._sides_of(dims))
-
     def counts(self, dims: Mapping[str, int]) -> set[int]:
         """How many multiples of the coarse rounding the sides take.
 
@@ -62,10 +58,8 @@ class Tiling:
             >>> Tiling(("h", "w"), None, 224, 224).counts({"h": 227, "w": 449})
             {2, 3}
         """
-        return {_rounded(side, self.coarse) // self.coarse for side in self._sides_of(dims)}
-
-    def _sides_of(self, dims: Mapping[str, int]) -> list[int]:
-        return [dims[name] // self.stem * self.stem for name in self.sides]
+        sides = [dims[name] // self.stem * self.stem for name in self.sides]
+        return {_rounded(side, self.coarse) // self.coarse for side in sides}
 
 
 class Surfaces:
@@ -96,7 +90,7 @@ class Surfaces:
         return self._surfaces[key]
 
     def pads(self, tiling: Tiling) -> NDArray[np.bool_]:
-        """See `Tiling.pads`, shape (sizes,)."""
+        """Whether the coarse rounding adds anything to the fine one, shape (sizes,)."""
         one, other = (self._rounded_side(name, tiling.stem, tiling.fine) % tiling.coarse for name in tiling.sides)
         return np.logical_or(one, other)
 
