@@ -14,7 +14,7 @@ from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 11
+STATE_VERSION = 12
 
 
 class Student(Forecast):

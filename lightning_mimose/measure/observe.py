@@ -105,6 +105,8 @@ def observe(
             start = activation[region.marks["again"]][0] + dropped[region.marks["again"]]
         else:
             start = activation[at][0] + dropped[at] - saved[id(call)] if at is not None else 0
+        looked_at = is_region and call.items is not None
+        rebuilding = columns.add(rebuilding_bytes(call.items or (), call.results)) if looked_at else -1
         shapes[id(call)] = CallShape(
             key=call.key,
             unit=call.unit,
@@ -123,7 +125,7 @@ def observe(
             entry=entry,
             lean=lean,
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
-            rebuilding=columns.add(rebuilding_bytes(call.items)) if is_region and call.items is not None else -1,
+            rebuilding=rebuilding,
             lent_until=lends[id(call)].until,
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )

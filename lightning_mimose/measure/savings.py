@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from lightning_mimose.measure.handing import Handing
-from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, StepTrace
+from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, ResultItem, StepTrace
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,31 @@ def savings(
     return found
 
 
-def rebuilding_bytes(items: Sequence[LeanItem]) -> int:
+def rebuilding_bytes(items: Sequence[LeanItem], results: Sequence[ResultItem] = ()) -> int:
     """The most that making one of them again takes, while nothing that is made on the way to it is there.
+
+    Args:
+        items: What a call saved.
+        results: What it returned.
 
     Example:
         >>> rebuilding_bytes([LeanItem(1, 8, 1, 0.0, temporary_bytes=4), LeanItem(2, 8, 1, 0.0, also=(0,))])
         20
     """
-    most = 0
-    for index, item in enumerate(items):
-        found, waiting = {index}, list(item.also)
+
+    def making(*wanted: int) -> int:
+        found: set[int] = set()
+        waiting = list(wanted)
         while waiting:
             number = waiting.pop()
             if number not in found:
                 found.add(number)
                 waiting.extend(items[number].also)
-        made = [items[number] for number in found if items[number].grade]
-        most = max(most, sum(each.gain_bytes + each.temporary_bytes for each in made) if item.grade else 0)
-    return most
+        return sum(items[i].gain_bytes + items[i].temporary_bytes for i in found if items[i].grade)
+
+    of_items = (making(index) for index, item in enumerate(items) if item.grade)
+    of_results = (each.nbytes + each.temporary_bytes + making(*each.also) for each in results)
+    return max((*of_items, *of_results), default=0)
 
 
 def _of_grade(

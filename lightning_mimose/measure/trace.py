@@ -136,6 +136,7 @@ class ResultItem:
 
     Attributes:
         storage: Its id, in the recomputation.
+        nbytes: Its size.
         grade: The least grade of lean saves that has it.
         work: What rebuilding it costs, in floating-point operations.
         temporary_bytes: What lives besides while it is rebuilt.
@@ -146,6 +147,7 @@ class ResultItem:
     """
 
     storage: int
+    nbytes: int
     grade: int
     work: float
     temporary_bytes: int

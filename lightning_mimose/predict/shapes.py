@@ -57,8 +57,8 @@ class CallShape:
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
         lent: Column of the bytes of what it saves that others hold too for a while, see `measure.lent`; -1 if there are
             none.
-        rebuilding: Column of the most that making one of its saved tensors again takes, with all that is made on the
-            way to it; -1 if that was not looked at.
+        rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
+            made on the way to it; -1 if that was not looked at.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
             part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.

@@ -42,6 +42,8 @@ TRIED = Training(
     share=-0.3,
 )
 """A ReLU after a wide layer: trying its recipes beside a sheltered step takes as much again as the step."""
+RETURNED = Training((Node("layernorm"),), TRIED.sizes, result="object", share=-0.3)
+"""A norm that saves nothing a recipe could make, but whose result is made again to try one."""
 
 
 @dataclass
@@ -126,6 +128,7 @@ def by_size(training: Training) -> dict[str, torch.Tensor]:
 @pytest.mark.conformance("How people train", "random module trees, batch sizes and budgets", "works")
 @example(SHARED)
 @example(TRIED)
+@example(RETURNED)
 @given(trainings())
 def test_held_and_exact_or_refused_rightly(training: Training) -> None:
     """Under any budget each step is the plain one within the budget, or is refused with a budget that works."""

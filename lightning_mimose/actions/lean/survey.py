@@ -201,6 +201,7 @@ class LeanSurvey:
                 needed[number] = min(grade, needed.get(number, grade))
         return ResultItem(
             self._identify(base.untyped_storage()),
+            base.untyped_storage().nbytes(),
             recipe.grade,
             work,
             temporary,
