@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,16 +72,22 @@ def errors(done: Trained) -> list[float]:
     return [abs(r.predicted_peak_bytes / peak - 1) for r, peak in pairs if r.predicted_peak_bytes is not None]
 
 
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """What the model returns."""
+    found: torch.Tensor = model(batch["ids"])
+    return found
+
+
+@cache
+def plainly(model: Callable[[], nn.Module]) -> Trained:
+    """Once for all the tests that compare with it and change nothing."""
+    return train(model, [*batches(), *batches()], loss_fn=loss_of)
+
+
 def check(model: Callable[[], nn.Module], share: float, actions: list[str] | None) -> None:
     """A model trains as it does alone, inside a share of its peak, and every planned step is foreseen."""
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = model(batch["ids"])
-        return found
-
-    data = batches()
-    plain = train(model, [*data, *data], loss_fn=loss)
-    done = train(model, [*data, *data], plain.budget(share), loss_fn=loss, actions=actions)
+    plain = plainly(model)
+    done = train(model, [*batches(), *batches()], plain.budget(share), loss_fn=loss_of, actions=actions)
     assert equal(plain, done)
     assert max(done.peaks) <= plain.budget(share)
     assert len(errors(done)) > 12

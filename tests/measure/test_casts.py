@@ -13,13 +13,15 @@ from lightning_mimose import Mimose
 from lightning_mimose.measure.casts import may_be_cached
 from tests.helpers.meter import PeakMeter
 
+WIDTH = 64
+
 
 class Block(nn.Module):
     """Weights that take more than what a short batch saves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -49,8 +51,8 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def batches() -> Iterator[torch.Tensor]:
     """The same four sizes again and again."""
     torch.manual_seed(0)
-    for length in (64, 128, 96, 160) * 5:
-        yield torch.randn(4, length, 128)
+    for length in (32, 64, 48, 80) * 5:
+        yield torch.randn(4, length, WIDTH)
 
 
 def trained(model: nn.Module, mimose: Mimose | None = None) -> list[float]:
