@@ -20,6 +20,7 @@ from lightning_mimose.actions.calls import patch_unit
 from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.loop import Mimose
+from lightning_mimose.plan import Planner
 from lightning_mimose.units import Unit, find_units
 
 
@@ -69,9 +70,10 @@ def _planning() -> Iterator[dict[str, Any]]:
             cold, hit = [], []
             for share in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
                 advisor.budget_bytes = int(least + share * (peak - least))
-                advisor.planner.forget()
                 # For the exact answer to the question before, which takes the other core.
                 advisor.planner.scheduler.wait()
+                advisor.planner.scheduler.close()
+                advisor.planner = Planner()  # which knows no plan to start from
                 began = time.perf_counter()
                 advisor.advise(size, advisor.resident, 0)
                 cold.append(time.perf_counter() - began)

@@ -24,6 +24,8 @@ from lightning_mimose import Mimose
 
 TEXTS = 150
 """Lengths of texts that are trained on, all different."""
+PAIRS = 150
+"""Batches of sentences and their translations, whose lengths vary on their own: hardly any two are alike."""
 IMAGES = 60
 """Batches of images whose sides vary on their own."""
 
@@ -47,7 +49,12 @@ class Waits(NamedTuple):
 def rows() -> Iterator[dict[str, Any]]:
     """One row per figure."""
     bar = "<= 10 ms"
-    for measure, what in ((texts, f"{TEXTS} lengths of text"), (images, f"{IMAGES} batches of images of any sides")):
+    works = (
+        (texts, f"{TEXTS} lengths of text"),
+        (pairs, f"{PAIRS} pairs of lengths"),
+        (images, f"{IMAGES} batches of images of any sides"),
+    )
+    for measure, what in works:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found = pool.submit(measure).result()
         what = f"{what}, {found.units} units"
@@ -78,11 +85,20 @@ def texts() -> Waits:
     return _waits(model, [batch(length) for length in lengths], "24MB", lambda model, batch: model(**batch).loss)
 
 
+def pairs() -> Waits:
+    """A T5 at somewhat more than half of what its largest batch takes."""
+    return _of_workload("t5", PAIRS, "120MB")
+
+
 def images() -> Waits:
     """A ResNet at about two thirds of what its largest batch takes."""
-    workload = WORKLOADS["resnet"]
+    return _of_workload("resnet", IMAGES, "70MB")
+
+
+def _of_workload(name: str, count: int, budget: str) -> Waits:
+    workload = WORKLOADS[name]
     torch.set_num_threads(2)
-    return _waits(workload.make(), workload.batches(IMAGES, seed=5), "70MB", workload.loss)
+    return _waits(workload.make(), workload.batches(count, seed=5), budget, workload.loss)
 
 
 def _waits(

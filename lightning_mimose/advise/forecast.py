@@ -16,6 +16,7 @@ from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
+from lightning_mimose.predict.rows import kept_timeline, levels, whole_bytes
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, SizeTracker, is_size
@@ -127,6 +128,18 @@ class Forecast:
         left_out = self.left_out.union(*(each.structure.unsteady for each in (prediction, *prediction.others)))
         paths = [self._on_path(each, resident, left_out) for each in (prediction, *prediction.others)]
         return joined(paths).only(lambda _, action: action not in prediction.doubtful)
+
+    def kept_timeline(self, prediction: Prediction, resident: Resident) -> Timeline | None:
+        """The timeline without any options, where what a step takes when it is kept may be within the budget.
+
+        None where that is out of the question, which is found out at once.
+        """
+        each_path = (prediction, *prediction.others)
+        for each in each_path:
+            # Without inputs that die, which the timeline takes off, it takes more.
+            if int(levels(each.structure, whole_bytes(each.values), resident)[2].max(initial=0)) > self.budget_bytes:
+                return None
+        return joined([kept_timeline(each.structure, each.values, resident) for each in each_path])
 
     def _on_path(self, prediction: Prediction, resident: Resident, left_out: Collection[str]) -> Timeline:
         return assemble(

@@ -7,6 +7,7 @@ integer level of *all* positions, updated by the rows of the options that change
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -102,6 +103,11 @@ class Search:
         self._taken = np.zeros(len(timeline.options), dtype=np.bool_)
         self._bare: NDArray[np.int64] = timeline.base_bytes.astype(np.int64)
         self._ranks = [np.array(hold.holders, dtype=np.intp) for hold in timeline.shared]
+
+    def watch(self, positions: Sequence[int]) -> None:
+        """Make these positions the active ones."""
+        self.active = list(positions)
+        self.gains = self.timeline.relief_bytes[:, self.active].astype(np.float64)
 
     @property
     def seconds(self) -> float:

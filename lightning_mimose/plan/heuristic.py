@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_mimose.plan.exchange import NO_SPLITS, Search, Splits
 from lightning_mimose.plan.plan import Plan
-from lightning_mimose.plan.prices import CLOSE_ENOUGH, price
+from lightning_mimose.plan.prices import CLOSE_ENOUGH, price, proven
+from lightning_mimose.plan.starts import Starts
 from lightning_mimose.plan.structure import NONE, Floats, Incumbent, Ints, Structure, best_incumbent, plan_of
 from lightning_mimose.predict.timeline import Timeline
 
@@ -50,15 +51,10 @@ class Found:
     search: Search
     prices: Floats
 
-    def bound(self, timeline: Timeline) -> tuple[float, Floats]:
+    def bound(self) -> tuple[float, Floats]:
         """No pick that fits adds fewer seconds than the first; with an option forced into it, by that much more."""
-        search = self.search
-        prices = np.append(self.prices, np.zeros(len(search.active) - len(self.prices)))
-        # Holds only ever add bytes: a bound that leaves them out is a bound.
-        missing = (timeline.base_bytes[search.active] - search.budget).astype(np.float64)
-        reduced = search.structure.cost - search.gains @ prices
-        least, _ = search.structure.cheapest(reduced)
-        return least + float(prices @ missing), search.structure.forced_loss(reduced)
+        least, reduced = proven(self.search, self.prices)
+        return least, self.search.structure.forced_loss(reduced)
 
 
 def solve(timeline: Timeline, budget_bytes: int) -> Found:
@@ -185,7 +181,9 @@ def least_peak_bound(timeline: Timeline) -> int:
     return _most_relieved(timeline, Structure.of(timeline))[0]
 
 
-def plan_heuristic(timeline: Timeline, budget_bytes: int, incumbents: Sequence[Incumbent] = ()) -> Plan | None:
+def plan_heuristic(
+    timeline: Timeline, budget_bytes: int, incumbents: Sequence[Incumbent] = (), starts: Starts | None = None
+) -> Plan | None:
     """A plan that fits the budget, usually within a per cent of the cheapest; deterministic.
 
     Args:
@@ -193,6 +191,7 @@ def plan_heuristic(timeline: Timeline, budget_bytes: int, incumbents: Sequence[I
         budget_bytes: What no position may exceed.
         incumbents: Plans known already, for smaller budgets for instance. The result is never slower than one of
             them that fits.
+        starts: What was found for other sizes; a plan that is near enough to the cheapest is then found at once.
 
     Returns:
         The plan, or None when none was found (`plan_exact` knows whether there is one).
@@ -213,7 +212,13 @@ def plan_heuristic(timeline: Timeline, budget_bytes: int, incumbents: Sequence[I
         fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
         if not timeline.options or all(option.added_seconds >= 0 for option in timeline.options):
             return plan_of(timeline, nothing) if fits else None
-    pick = solve(timeline, budget_bytes).pick
+    pick = None if starts is None else starts.pick(timeline, budget_bytes)
+    if pick is None:
+        found = solve(timeline, budget_bytes)
+        pick = found.pick
+        if starts is not None and pick is not None:
+            found.search.take(pick)
+            starts.learn(found.search, found.prices)
     plan = None if pick is None else plan_of(timeline, pick[pick >= 0])
     better = best_incumbent(timeline, budget_bytes, incumbents, np.inf if plan is None else plan.added_seconds)
     return plan if better is None else better

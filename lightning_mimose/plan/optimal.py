@@ -208,7 +208,7 @@ def plan_exact(
     options = np.arange(len(timeline.options))
     if best is not None:
         # An option whose mere presence lifts the bound above a plan we have can be left out.
-        bound, loss = found.bound(timeline)
+        bound, loss = found.bound()
         if best.added_seconds - bound <= gap * abs(best.added_seconds):
             return best
         options = options[bound + loss <= best.added_seconds + 1e-9 * abs(best.added_seconds)]

@@ -6,12 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.heuristic import least_peak_bound
 from lightning_mimose.plan.optimal import least_peak_heuristic, plan_exact, smallest_feasible
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler
-from lightning_mimose.plan.structure import best_incumbent
+from lightning_mimose.plan.structure import best_incumbent, plan_of
 from lightning_mimose.predict.timeline import Timeline
 
 LEAST_SECONDS = 2.0
@@ -125,6 +127,23 @@ class Planner:
         self.cache.put(key, budget_bytes, plan)
         used.append(plan)
         return Answer(plan, infeasible)
+
+    def keep(self, key: Hashable, timeline: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
+        """The plan that keeps everything, which is remembered; None where that does not fit, or is not for us to say.
+
+        Args:
+            key: What it is for (a size).
+            timeline: The timeline; its options do not matter.
+            budget_bytes: The budget.
+            margin_bytes: What plans leave free of it.
+        """
+        if self.scheduler.planner not in ("auto", "exact"):
+            return None
+        if int(timeline.base_bytes.max(initial=0)) > budget_bytes - margin_bytes:
+            return None
+        plan = plan_of(timeline, np.zeros(0, dtype=np.intp))
+        self.cache.put(key, budget_bytes, plan)
+        return plan
 
     def answer(self, key: Hashable, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
         """As `plan`, for who asks outside of training and waits: training takes no notice. None if nothing fits."""

@@ -106,6 +106,24 @@ def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float 
     return Priced(best_bound, best_prices, (pick, *(entry[2] for entry in near[:3])))
 
 
+def proven(search: Search, prices: Floats) -> tuple[float, Floats]:
+    """What prices prove: no pick that fits adds fewer seconds than the first.
+
+    Args:
+        search: Names the positions, the budget and the timeline.
+        prices: Shape (active or fewer,); seconds per byte, none of them negative.
+
+    Returns:
+        That, and what every option costs at these prices, shape (options,).
+    """
+    known = search.active[: len(prices)]
+    # Holds only ever add bytes: a bound that leaves them out is a bound.
+    missing = (search.timeline.base_bytes[known] - search.budget).astype(np.float64)
+    reduced: Floats = search.structure.cost - search.gains[:, : len(prices)] @ prices
+    least, _ = search.structure.cheapest(reduced)
+    return least + float(prices @ missing), reduced
+
+
 def _line_search(structure: Structure, cost: Floats, gain: Floats, missing: float, scale: float) -> float:
     """The price of a single position at which its best pick just covers what is missing."""
 

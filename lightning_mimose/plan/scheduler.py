@@ -15,6 +15,7 @@ from lightning_mimose.plan.greedy import plan_greedy
 from lightning_mimose.plan.heuristic import plan_heuristic
 from lightning_mimose.plan.optimal import plan_exact
 from lightning_mimose.plan.plan import Plan
+from lightning_mimose.plan.starts import Starts
 from lightning_mimose.plan.structure import Incumbent, Structure, plan_of
 from lightning_mimose.predict.timeline import Timeline
 
@@ -81,6 +82,7 @@ class Scheduler:
         self._thread: threading.Thread | None = None
         self._busy = False
         self._closed = False
+        self._starts = Starts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same planner; thread and questions stay with the original."""
@@ -116,7 +118,8 @@ class Scheduler:
         if self.planner == "exact" or len(timeline.options) <= SMALL:
             return plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
         fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
-        plan = plan_heuristic(timeline, budget_bytes, incumbents)
+        # Where a better one follows, one that takes a fraction of the time does.
+        plan = plan_heuristic(timeline, budget_bytes, incumbents, None if on_better is None else self._starts)
         if on_better is not None and plan is not None and not (fits and len(plan) == 0):
             self.beside(partial(self._better, timeline, budget_bytes, plan, tuple(incumbents), on_better))
         return plan
@@ -182,6 +185,7 @@ class Scheduler:
         if plan is None or self._closed:
             return
         if known is None or plan.added_seconds < known.added_seconds:
+            self._starts.better(timeline, budget_bytes, plan)
             on_better(plan)
 
 

@@ -56,6 +56,11 @@ class Layout:
         return {p.time: i for i, p in enumerate(structure.positions) if p.backward}
 
     @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Of every position."""
+        return tuple(position.label for position in self.structure.positions)
+
+    @cached_property
     def in_forward(self) -> tuple[Ints, Ints]:
         """Every pair of a call and a position inside its forward: calls, positions."""
         structure, times, forward = self.structure, self.structure.times, ~self.structure.arrays[2]

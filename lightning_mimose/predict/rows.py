@@ -2,14 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.shapes import LooseShape, Resident
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+
+
+def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Columns as whole numbers."""
+    return np.rint(values).astype(np.int64)
+
+
+def levels(
+    structure: Structure, value: NDArray[np.int64], resident: Resident
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """What is alive at every position when everything is kept, and loose inputs are there throughout.
+
+    Args:
+        structure: The step's shape.
+        value: Shape (columns,); the fitted columns for its size.
+        resident: What is alive besides activations.
+
+    Returns:
+        Shape (positions,) each: activations, what of them was there when the position's call began (0 where it is in
+        none), and everything.
+    """
+    column, entry, backward, made = structure.arrays
+    padded = np.append(value, 0)
+    before = resident.old_gradient_bytes
+    if resident.zeroes_gradients:
+        gradients = np.where(backward, made, before)
+    elif structure.old_gradient_bytes == before:
+        gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
+    else:
+        gradients = np.maximum(made, before)
+    start: NDArray[np.int64] = padded[entry]
+    level: NDArray[np.int64] = padded[column] + start
+    everything: NDArray[np.int64] = resident.lasting_bytes + level + gradients
+    return level, start, everything
+
+
+def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: Resident) -> Timeline:
+    """The timeline of a step of which everything is kept: without options, and in a fraction of the time.
+
+    Args:
+        structure: Its shape.
+        values: Shape (columns,); the fitted columns for its size.
+        resident: What is alive besides activations.
+    """
+    value = whole_bytes(values)
+    base = np.append(levels(structure, value, resident)[2], resident.update_bytes)
+    times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
+    for number, nbytes, gone in mortal(structure, value, times, backward):
+        base -= np.where(gone & (times <= structure.loose[number].until_time), nbytes, 0)
+    return Timeline(
+        units=structure.units,
+        parents=structure.parents,
+        options=(),
+        base_bytes=base,
+        relief_bytes=np.zeros((0, len(base)), dtype=np.int64),
+        shared=(),
+        labels=(*structure.layout.labels, "optimizer step"),
+        times=tuple(times.tolist()),
+    )
+
+
+def mortal(
+    structure: Structure, value: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_]
+) -> Iterator[tuple[int, int, NDArray[np.bool_]]]:
+    """What of loose storages is gone at some positions, if no chosen option holds it: (number, bytes, where)."""
+    for number, loose in enumerate(structure.loose):
+        if loose.was_held and loose.lasts:
+            continue  # it is there, whoever holds it besides
+        size, ending = int(value[loose.size]), int(value[loose.ending])
+        if not loose.was_held:  # what was measured after its last use is without it
+            yield number, size, backward | (when >= max(structure.calls[i].out_time for i in loose.holders))
+            continue
+        if loose.since_time is None:
+            yield number, size, backward
+            continue
+        after, within = when >= loose.since_time, when == loose.since_time - 1
+        if not ending or not loose.ends_there:
+            yield number, size, after
+        elif ending == size:
+            yield number, size, after | within
+        else:
+            yield number, size, after
+            yield number, ending, within
 
 
 class Rows:
@@ -37,21 +120,9 @@ class Rows:
     ) -> None:
         self.structure, self.resident = structure, resident
         self.seconds_per_operation, self.left_out = seconds_per_operation, left_out
-        column, entry, backward, made = structure.arrays
-        self.value = np.rint(values).astype(np.int64)
-        self.values = values
-        padded = np.append(self.value, 0)
-        before = resident.old_gradient_bytes
-        if resident.zeroes_gradients:
-            gradients = np.where(backward, made, before)
-        elif structure.old_gradient_bytes == before:
-            gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
-        else:
-            gradients = np.maximum(made, before)
-        self.level: NDArray[np.int64] = padded[column] + padded[entry]
-        self.entry: NDArray[np.int64] = padded[entry]
-        self.base: NDArray[np.int64] = resident.lasting_bytes + self.level + gradients
-        self.backward, self.made = backward, made
+        _, _, self.backward, self.made = structure.arrays
+        self.values, self.value = values, whole_bytes(values)
+        self.level, self.entry, self.base = levels(structure, self.value, resident)
         self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
@@ -145,7 +216,7 @@ class Rows:
         times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
         backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
         shared = self._shared(base, np.array(times), backward)
-        labels = (*(p.label for p in structure.positions), *(f"recomputation of {c.key}" for c in again))
+        labels = (*structure.layout.labels, *(f"recomputation of {c.key}" for c in again))
         return Timeline(
             units=structure.units,
             parents=structure.parents,
@@ -177,30 +248,13 @@ class Rows:
         for option, number, index in self.borrows:
             borrowers.setdefault((number, index), []).append(option)
         shared = []
-        for number, loose in enumerate(structure.loose):
-            if loose.was_held and loose.lasts:
-                continue  # it is there, whoever holds it besides
-            for nbytes, alone in self._held_alone(loose, when, backward):
-                base -= np.where(alone & (when <= loose.until_time), nbytes, 0)
-                holders: dict[int, NDArray[np.bool_]] = {}
-                for index in loose.holders:
-                    for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):
-                        until = structure.calls[index].end_time
-                        holders.setdefault(option, alone & (when <= until))
-                if holders:
-                    shared.append(SharedHold(nbytes, tuple(holders), np.array(list(holders.values()))))
+        for number, nbytes, gone in mortal(structure, self.value, when, backward):
+            loose = structure.loose[number]
+            base -= np.where(gone & (when <= loose.until_time), nbytes, 0)
+            holders: dict[int, NDArray[np.bool_]] = {}
+            for index in loose.holders:
+                for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):
+                    holders.setdefault(option, gone & (when <= structure.calls[index].end_time))
+            if holders:
+                shared.append(SharedHold(nbytes, tuple(holders), np.array(list(holders.values()))))
         return shared
-
-    def _held_alone(
-        self, loose: LooseShape, when: NDArray[np.int64], backward: NDArray[np.bool_]
-    ) -> list[tuple[int, NDArray[np.bool_]]]:
-        """What of a storage is gone, if no chosen option holds it, and where."""
-        size, ending = int(self.value[loose.size]), int(self.value[loose.ending])
-        if not loose.was_held:  # what was measured after its last use is without it
-            return [(size, backward | (when >= max(self.structure.calls[index].out_time for index in loose.holders)))]
-        if loose.since_time is None:
-            return [(size, backward)]
-        after, within = when >= loose.since_time, when == loose.since_time - 1
-        if not ending or not loose.ends_there:
-            return [(size, after)]
-        return [(size, after | within)] if ending == size else [(size, after), (ending, within)]

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_mimose import MimoseCallback
+from lightning_mimose import Mimose, MimoseCallback
 from tests.helpers.meter import MeterCallback
 from tests.helpers.models import MODELS, Batch, Task, image_batch, loader, quiet_trainer, text_batch
 
@@ -87,3 +87,14 @@ def condition(model: nn.Module) -> list[Any]:
 def mimose(budget: Any, **options: Any) -> MimoseCallback:
     """A callback, as short as a test needs it."""
     return MimoseCallback(budget=budget, **options)
+
+
+def check_kept(mimose: Mimose, batch: Batch) -> None:
+    """What a step takes that keeps everything is the same whether or not there is anything else to choose from."""
+    advisor = mimose._advisor
+    _, prediction = advisor.timeline(batch)
+    kept = advisor.kept_timeline(prediction, advisor.resident)
+    whole = advisor.timeline_of(prediction, advisor.resident)
+    assert kept is not None
+    assert whole.options
+    assert (kept.peak_bytes({}), kept.units) == (whole.peak_bytes({}), whole.units)

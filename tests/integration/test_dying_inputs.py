@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_mimose import MimoseCallback
 from tests.helpers.architectures import ARCHITECTURES, Trained, equal, train
-from tests.helpers.fits import same
+from tests.helpers.fits import check_kept, same
 from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Batch, loader, quiet_trainer
 
@@ -92,6 +92,10 @@ def check(model: Callable[[], nn.Module], share: float, actions: list[str] | Non
     assert max(done.peaks) <= plain.budget(share)
     assert len(errors(done)) > 12
     assert max(errors(done)) < 0.01
+    assert done.mimose is not None
+    done.mimose._advisor.budget_bytes = 10**9
+    for batch in batches():
+        check_kept(done.mimose, batch)
 
 
 @pytest.mark.parametrize(("share", "actions"), [(0.95, None), (0.85, ["recompute"]), (0.7, ["recompute"])])

@@ -46,7 +46,7 @@ def test_a_plan_fits_and_is_never_better_than_the_best(problem: tuple[Timeline, 
 def test_the_bound_is_a_bound(problem: tuple[Timeline, int]) -> None:
     """No plan that fits is cheaper than the Lagrangian bound, nor one with an option than bound plus loss."""
     timeline, budget = problem
-    bound, loss = solve(timeline, budget).bound(timeline)
+    bound, loss = solve(timeline, budget).bound()
     for peak, seconds, actions in every_plan(timeline):
         if peak <= budget:
             assert seconds >= bound - 1e-9
@@ -113,7 +113,7 @@ def test_hundreds_of_units() -> None:
     plan = plan_heuristic(timeline, budget)
     check(timeline, plan, budget)
     assert plan is not None
-    bound, _ = solve(timeline, budget).bound(timeline)
+    bound, _ = solve(timeline, budget).bound()
     assert plan.added_seconds <= 1.02 * bound
 
 

@@ -114,6 +114,19 @@ def test_what_measured_steps_missed_is_left_free_if_there_is_something_else_to_d
     assert plan.predicted_peak_bytes <= budget + 10 - 20
 
 
+def test_what_fits_whole_is_kept_without_options(made: Planner) -> None:
+    """And remembered; not where the margin is needed, and not by planners of another mind."""
+    peak, bare = TIMELINE.peak_bytes({}), TIMELINE.only(lambda *_: False)
+    assert made.keep("size", bare, peak + 9, margin_bytes=10) is None
+    plan = made.keep("size", bare, peak + 10, margin_bytes=10)
+    check(TIMELINE, plan, peak)
+    assert plan is not None
+    assert not plan.choices
+    assert made.cache.get("size", peak + 10) == plan
+    for choice in ("greedy", lambda timeline, budget: {}):
+        assert Planner(choice).keep("size", bare, peak, 0) is None
+
+
 @pytest.mark.parametrize("choice", ["exact", "greedy", lambda timeline, budget: {}])
 def test_other_planners_answer_at_once(choice: planner.PlannerChoice) -> None:
     """Nothing is left for later."""

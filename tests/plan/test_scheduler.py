@@ -32,7 +32,7 @@ def planner_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mimose-planner"]
 
 
-def worse(timeline: Timeline, budget_bytes: int, incumbents: object = ()) -> Plan | None:
+def worse(timeline: Timeline, budget_bytes: int, *_: object) -> Plan | None:
     """A heuristic that acts on every top-level unit."""
     actions = {unit: "recompute" for unit, parent in zip(timeline.units, timeline.parents, strict=True) if parent < 0}
     everything = {unit: actions.get(unit, "keep") for unit in timeline.units}

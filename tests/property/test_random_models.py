@@ -15,7 +15,7 @@ from torch import nn
 from lightning_mimose import BudgetInfeasibleError, Mimose
 from lightning_mimose.errors import MimoseError
 from lightning_mimose.sizes import round_up_value
-from tests.helpers.fits import condition, same
+from tests.helpers.fits import check_kept, condition, same
 from tests.helpers.loops import plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.random_models import Node, Training, loss_of, nodes, random_batch, trainings
@@ -198,6 +198,7 @@ def test_more_budget_is_never_slower(training: Training, shares: list[float]) ->
         free = mimose.plan(batch)
     except MimoseError:
         reject()  # nothing is known about it
+    check_kept(mimose, batch)
     sure = mimose.smallest_feasible_bytes(batch)
     assert mimose.plan(batch, sure).predicted_peak_bytes <= sure
     span = max(free.predicted_peak_bytes - sure, sure // 4)

@@ -1,0 +1,148 @@
+"""Where to start from: what was found for sizes nearly the same, so that a new one takes a fraction of a search.
+
+Batches whose sizes vary in two ways are hardly ever of a size that was planned before, and a search takes as long as
+its plan could be faster. A pick for a neighbouring size, made to fit and bettered by a few exchanges, is within a per
+cent or two of what a search finds; its prices bound what is missed. Nothing is believed of what it was made for: pick
+and prices are guesses, which are judged on the timeline at hand.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from threading import Lock
+
+import numpy as np
+
+from lightning_mimose.plan.exchange import Search
+from lightning_mimose.plan.plan import Plan
+from lightning_mimose.plan.prices import proven
+from lightning_mimose.plan.structure import NONE, Floats, Ints, Structure
+from lightning_mimose.predict.timeline import Timeline
+
+KNOWN = 64
+"""Problems that are remembered, the oldest forgotten first."""
+
+NEAREST = 3
+"""Of them, how many are started from."""
+
+ROUNDS = 4
+"""The most exchanges that follow."""
+
+ENOUGH_SECONDS = 0.01
+"""What may be missed at most by the bound: about as long as a search takes, and several times what is missed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """What was found for one problem.
+
+    Attributes:
+        labels: Of the timeline's positions.
+        choices: (unit, action) of those that act.
+        active: The positions that mattered.
+        prices: Shape (active,); seconds per byte there.
+    """
+
+    labels: tuple[str, ...]
+    choices: tuple[tuple[str, str], ...]
+    active: tuple[int, ...]
+    prices: Floats
+
+    def pick(self, timeline: Timeline) -> Ints:
+        """The same on another timeline, but for what cannot be chosen there."""
+        pick = np.full(len(timeline.units), NONE, dtype=np.intp)
+        for choice in self.choices:
+            option = timeline.option_index.get(choice)
+            if option is not None:
+                pick[timeline.options[option].unit] = option
+        return pick
+
+
+class Starts:
+    """Remembers what was found, and starts from it.
+
+    Example:
+        >>> from lightning_mimose.predict.timeline import Option
+        >>> def timeline(size):
+        ...     return Timeline(
+        ...         units=("a", "b"), parents=(-1, -1),
+        ...         options=(Option(0, "recompute", 1e-3 * size), Option(1, "recompute", 2e-3 * size)),
+        ...         base_bytes=size * np.array([10, 30, 20]), relief_bytes=size * np.array([[0, 8, 0], [0, 9, 0]]),
+        ...         shared=(), labels=("forward a", "backward b", "backward a"))
+        >>> starts = Starts()
+        >>> starts.pick(timeline(4), 100) is None
+        True
+        >>> search = Search(timeline(3), Structure.of(timeline(3)), 80)
+        >>> search.take(np.array([0, -1]))
+        >>> search.activate(timeline(3).base_bytes)
+        True
+        >>> starts.learn(search, np.array([1e-4]))
+        >>> starts.pick(timeline(4), 100).tolist()
+        [0, -1]
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, int], _Start] = OrderedDict()
+        """By the bytes that were needed, and those that there were."""
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """How many problems are known."""
+        return len(self._known)
+
+    def pick(self, timeline: Timeline, budget_bytes: int) -> Ints | None:
+        """A pick that fits and is near enough to the best one; None where that is not to be had at once."""
+        here = _needed(timeline), budget_bytes
+        with self._lock:
+            known = list(self._known.items())
+        nearest = nsmallest(NEAREST, known, key=lambda each: abs(each[0][0] - here[0]) + abs(each[0][1] - here[1]))
+        starts = [start for _, start in nearest if start.labels == timeline.labels]
+        if not starts:
+            return None
+        search = Search(timeline, Structure.of(timeline), budget_bytes)
+        search.watch(starts[0].active)
+        best: Ints | None = None
+        seconds = np.inf
+        for start in starts:
+            search.take(start.pick(timeline))
+            if search.seconds < seconds and search.repair() and search.seconds < seconds:
+                best, seconds = search.pick, search.seconds
+        if best is None:
+            return None
+        search.take(best)
+        search.improve(starts[0].prices, rounds=ROUNDS)
+        bound, _ = proven(search, starts[0].prices)
+        if search.seconds - bound > ENOUGH_SECONDS:
+            return None
+        self.learn(search, starts[0].prices)
+        return search.pick
+
+    def learn(self, search: Search, prices: Floats) -> None:
+        """Remember what a search has found.
+
+        Args:
+            search: The search, with what it has found as its pick.
+            prices: Shape (active or fewer,); seconds per byte at its active positions.
+        """
+        timeline, options = search.timeline, search.pick[search.pick >= 0].tolist()
+        choices = [(timeline.units[timeline.options[i].unit], timeline.options[i].action) for i in options]
+        padded = np.append(prices, np.zeros(len(search.active) - len(prices)))
+        start = _Start(timeline.labels, tuple(choices), tuple(search.active), padded)
+        with self._lock:
+            self._known[_needed(timeline), search.budget] = start
+            self._known.move_to_end((_needed(timeline), search.budget))
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+
+    def better(self, timeline: Timeline, budget_bytes: int, plan: Plan) -> None:
+        """Somebody has found a better plan for a problem; from any thread."""
+        here = _needed(timeline), budget_bytes
+        with self._lock:
+            if here in self._known:
+                self._known[here] = replace(self._known[here], choices=plan.choices)
+
+
+def _needed(timeline: Timeline) -> int:
+    return int(timeline.base_bytes.max(initial=0))

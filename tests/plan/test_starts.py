@@ -1,0 +1,113 @@
+"""Starts from neighbouring problems: never believed, near enough to the best, and forgotten in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_mimose.plan.exchange import Search
+from lightning_mimose.plan.heuristic import plan_heuristic, solve
+from lightning_mimose.plan.optimal import plan_exact
+from lightning_mimose.plan.prices import proven
+from lightning_mimose.plan.starts import ENOUGH_SECONDS, KNOWN, Starts
+from lightning_mimose.plan.structure import NONE, Structure, plan_of
+from lightning_mimose.predict.timeline import Timeline
+from tests.plan.strategies import KINDS, cheapest_by_brute_force, check, problems, realistic, share_of
+
+FEW = settings(deadline=None, max_examples=60)
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The same step with a larger or smaller batch."""
+    options = tuple(replace(option, added_seconds=factor * option.added_seconds) for option in timeline.options)
+    base, relief = ((factor * array).astype(np.int64) for array in (timeline.base_bytes, timeline.relief_bytes))
+    shared = tuple(replace(hold, size_bytes=int(factor * hold.size_bytes)) for hold in timeline.shared)
+    return replace(timeline, options=options, base_bytes=base, relief_bytes=relief, shared=shared)
+
+
+@FEW
+@given(problems(), problems())
+def test_whatever_is_known_a_plan_fits_and_is_near_enough(
+    first: tuple[Timeline, int], second: tuple[Timeline, int]
+) -> None:
+    """Of another model even; it misses no more than the bound allows."""
+    starts = Starts()
+    for timeline, budget in (first, second, first, second):
+        timeline = replace(timeline, labels=tuple(str(i) for i in range(len(timeline.base_bytes))))
+        if int(timeline.base_bytes.max(initial=0)) <= budget:
+            continue
+        pick = starts.pick(timeline, budget)
+        plan = plan_heuristic(timeline, budget, (), starts)
+        best = cheapest_by_brute_force(timeline, budget)
+        if plan is not None:
+            check(timeline, plan, budget)
+        if pick is not None:
+            assert best is not None
+            chosen = pick[pick >= 0]
+            assert Structure.of(timeline).conflict(chosen.tolist()) is None
+            assert int(timeline.level_bytes(np.sort(chosen)).max()) <= budget
+            seconds = sum(timeline.options[i].added_seconds for i in chosen.tolist())
+            assert best - 1e-9 <= seconds <= best + ENOUGH_SECONDS
+
+
+@FEW
+@given(problems(), st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_any_prices_prove_a_bound(problem: tuple[Timeline, int], prices: list[float]) -> None:
+    """Those of another problem, too."""
+    timeline, budget = problem
+    search = solve(timeline, budget).search
+    bound, _ = proven(search, np.array(prices[: len(search.active)]))
+    best = cheapest_by_brute_force(timeline, budget)
+    if best is not None:
+        assert bound <= best + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hardly worse than by one."""
+    timeline, starts = realistic(kind), Starts()
+    budget = share_of(timeline, 0.6)
+    plan_heuristic(timeline, budget, (), starts)
+    others = [scaled(timeline, factor) for factor in (1.03, 0.96, 1.06)]
+    searched = [plan_heuristic(each, budget) for each in others]
+    monkeypatch.setattr("lightning_mimose.plan.heuristic.solve", lambda *_: pytest.fail("it was searched for"))
+    for each, plan in zip(others, searched, strict=True):
+        found = plan_heuristic(each, budget, (), starts)
+        check(each, found, budget)
+        assert found is not None
+        assert plan is not None
+        assert found.added_seconds <= 1.05 * plan.added_seconds
+
+
+def test_a_better_plan_of_a_neighbour_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the planner's thread has found serves other sizes as well."""
+    timeline, starts = realistic("stages"), Starts()
+    budget = share_of(timeline, 0.6)
+    found = solve(timeline, budget)
+    everything = np.full(len(timeline.units), NONE)
+    for index, option in enumerate(timeline.options):
+        everything[option.unit] = index if option.action == "recompute" else everything[option.unit]
+    found.search.take(everything)
+    starts.learn(found.search, found.prices)
+    exact = plan_exact(timeline, budget, time_limit_seconds=5)
+    assert exact is not None
+    assert exact.added_seconds < found.search.seconds
+    starts.better(timeline, budget, exact)
+    starts.better(timeline, budget + 1, exact)  # of a problem that is not known
+    assert len(starts) == 1
+    monkeypatch.setattr(Search, "improve", lambda *_, **__: None)
+    pick = starts.pick(timeline, budget)
+    assert pick is not None
+    assert plan_of(timeline, pick[pick >= 0]) == exact
+
+
+def test_the_oldest_are_forgotten() -> None:
+    """What is remembered stays small."""
+    timeline, starts = realistic("identical", units=4), Starts()
+    for budget in range(share_of(timeline, 0.6), share_of(timeline, 0.6) + 2 * KNOWN):
+        plan_heuristic(timeline, budget, (), starts)
+    assert len(starts) == KNOWN
