@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation, varying_dims
-from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, best_fit
+from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value, best_fit
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Waits
 from lightning_mimose.predict.structure import Structure
@@ -67,7 +67,9 @@ class Estimator:
         self._enough = 0
         self._measured_since: set[tuple[tuple[str, int], ...]] = set()
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
-        self._fits: dict[tuple[Structure, int | None, tuple[str, ...]], Fit | None] = {}
+        self._fits: dict[tuple[Structure, Value | None, tuple[str, ...]], Fit | None] = {}
+        self._without: dict[tuple[Value | None, tuple[str, ...]], tuple[Value, ...]] = {}
+        """What fits have left out, before the latest size was measured."""
         self._latest: dict[tuple[str, ...], Structure] = {}
         """Of every kind of batch (names of dimensions), the newest last."""
         self._first: Structure | None = None
@@ -142,6 +144,7 @@ class Estimator:
             known.pop(next(inner, like[0]))
         self._latest.pop(names, None)
         self._latest[names], self._rate, self._handed = structure, None, None
+        self._without |= {slot[1:]: fit.without for slot, fit in self._fits.items() if fit is not None}
         self._fits.clear()
 
     def _known_as(self, structure: Structure) -> dict[tuple[tuple[str, int], ...], NDArray[np.float64]]:
@@ -281,9 +284,16 @@ class Estimator:
         self, structure: Structure, dims: Mapping[str, int], key: tuple[tuple[str, int], ...]
     ) -> Prediction | None:
         best: Prediction | None = None
-        for batch in (dims.get("batch"), None):
-            fit = self._fit(structure, batch, _names(key))
-            if fit is None or not fit.covers(dims):
+        names = _names(key)
+        parts: list[Value | None] = [("batch", dims["batch"])] if "batch" in dims else []
+        parts.append(None)
+        for part in parts:
+            fit = self._fit(structure, part, names)
+            if fit is None:
+                continue
+            # Sizes that a fit leaves out for a small side have one of their own.
+            parts.extend(each for name in fit.too_small(dims) if (each := (name, dims[name])) not in parts)
+            if not fit.covers(dims):
                 continue
             values, error = fit.values_at(dims), fit.error_at(dims, self.resident_bytes)
             trusted = self._trusted(fit, error, dims)
@@ -309,18 +319,19 @@ class Estimator:
             return ()
         names, structure = next(reversed(self._latest.items()))
         fit = self._fit(structure, None, names)
-        if fit is not None and fit.trimmed:  # which was made from a part of them
+        if fit is not None and fit.without:  # which was made from a part of them
             return varying_dims([dict(key) for key in self._observed[structure] if _names(key) == names])[1]
         return () if fit is None else fit.relations
 
-    def _fit(self, structure: Structure, batch: int | None, names: tuple[str, ...]) -> Fit | None:
-        """The fit over all sizes, or over those of one batch size (a shorter last batch must not disturb them).
+    def _fit(self, structure: Structure, part: Value | None, names: tuple[str, ...]) -> Fit | None:
+        """The fit over all sizes, or over those that have one value of some dimension.
 
-        Only of sizes with these dimensions: a batch without a mask, or of another task, may make the same calls.
+        The batch, as a rule: a shorter last one must not disturb the others. Only of sizes with these dimensions: a
+        batch without a mask, or of another task, may make the same calls.
         """
         known = [key for key in self._observed[structure] if _names(key) == names]
-        keys = [key for key in known if batch is None or dict(key).get("batch") == batch]
-        slot = (structure, None if len(keys) == len(known) else batch, names)  # one where there is but one batch size
+        keys = [key for key in known if part is None or part in key]
+        slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot not in self._fits:
             self._fits[slot] = (
                 best_fit(
@@ -328,6 +339,7 @@ class Estimator:
                     np.array([self._observed[structure][k] for k in keys]),
                     structure,
                     self.resident_bytes,
+                    self._without.get(slot[1:], ()),
                 )
                 if keys
                 else None

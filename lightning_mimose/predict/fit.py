@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,12 @@ GOOD_ERROR = 0.005
 USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 FEWEST_LARGER = 5
-"""Sizes that have to be left where the smallest are left out."""
+"""Sizes that have to be left where the smallest are left out; and half of them."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
+
+Value: TypeAlias = tuple[str, int]
+"""A dimension and what it is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,8 @@ class Fit:
         sides: The dimensions that vary, but the batch.
         grains: Where these are two (sides of images, as a rule): what they are multiples of in all sizes that were
             seen, or in all but a few.
-        trimmed: Whether smaller sizes than these were left out: kernels work in another way there.
+        without: Values of sides that were left out, and with them all that are as small: kernels work in another way
+            there.
     """
 
     basis: Basis
@@ -69,7 +73,7 @@ class Fit:
     local: LocalFit | None = None
     sides: tuple[str, ...] = ()
     grains: tuple[int, ...] = ()
-    trimmed: bool = False
+    without: tuple[Value, ...] = ()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -98,12 +102,23 @@ class Fit:
             self.low.keys() == dims.keys()
             and all(self.low[name] < self.high[name] or self.low[name] == value for name, value in dims.items())
             and all(relation.holds(dims) for relation in self.relations)
-            and not (self.trimmed and any(dims[name] < self.low[name] for name in self.sides))
+            and not self.too_small(dims)
         )
+
+    def too_small(self, dims: Mapping[str, int]) -> tuple[str, ...]:
+        """The sides that are smaller than what is left, where smaller ones were left out.
+
+        Any of them: where small heights have shown that kernels change, small widths may as well.
+        """
+        return tuple(name for name in self.sides if self.without and dims[name] < self.low[name])
 
 
 def best_fit(
-    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+    sizes: Sequence[Mapping[str, int]],
+    values: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+    without: Sequence[Value] = (),
 ) -> Fit:
     """The simplest basis that predicts every size from the others, or else the one that does so best.
 
@@ -111,25 +126,46 @@ def best_fit(
     which no polynomial describes together with the rest. So where what is left is described exactly without the least
     value of one side after another (or usably, and all together not), the fit is one of the larger sizes, and holds for
     no smaller ones.
+
+    Args:
+        sizes: Named dimensions.
+        values: Shape (sizes, columns).
+        structure: What the columns are.
+        resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
+        without: What had to be left out of fewer sizes: that is tried first.
     """
-    whole = best = _fit_of(sizes, values, structure, resident_bytes)
+    fewest = max(FEWEST_LARGER, (len(sizes) + 1) // 2)
+
+    def larger(kept: Sequence[int], name: str, least: int) -> list[int]:
+        return [i for i in kept if sizes[i].get(name, 0) > least]
+
+    def fit_of(kept: Sequence[int]) -> Fit:
+        return _fit_of([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
+
+    kept = list(range(len(sizes)))
+    for name, least in without:
+        kept = larger(kept, name, least)
+    if fewest <= len(kept) < len(sizes):
+        best = fit_of(kept)
+        if best.error <= EXACT_ERROR:
+            return replace(best, without=tuple(without))
+    kept = list(range(len(sizes)))
+    whole = best = fit_of(kept)
     if whole.error <= GOOD_ERROR:
         return whole
-    kept, left = list(range(len(sizes))), set(whole.sides)
-    fewest = max(FEWEST_LARGER, len(sizes) - max(1, len(sizes) // 4))
+    left = set(whole.sides)
     while best.error > EXACT_ERROR:
-        tried: list[tuple[Fit, str, list[int]]] = []
+        tried: list[tuple[Fit, Value, list[int]]] = []
         for name in sorted(left):
             least = min(sizes[i][name] for i in kept)
-            larger = [i for i in kept if sizes[i][name] > least]
-            if len(larger) >= fewest:
-                found = _fit_of([sizes[i] for i in larger], values[larger], structure, resident_bytes)
-                tried.append((found, name, larger))
-        found, name, larger = min(tried, key=lambda each: each[0].error, default=(whole, "", kept))
+            rest = larger(kept, name, least)
+            if len(rest) >= fewest:
+                tried.append((fit_of(rest), (name, least), rest))
+        found, out, rest = min(tried, key=lambda each: each[0].error, default=(whole, ("", 0), kept))
         if found.error >= BETTER * best.error:
             break
-        left.discard(name)
-        best, kept = replace(found, trimmed=True), larger
+        left.discard(out[0])
+        best, kept = replace(found, without=(*best.without, out)), rest
     # One that is no more than usable has the least error of several; it is better than none.
     return best if best.error <= EXACT_ERROR or whole.error > USABLE_ERROR >= best.error else whole
 

@@ -453,3 +453,25 @@ def test_a_kind_of_batch_that_comes_late_is_learnt() -> None:
     assert len(estimator) == 48
     assert predicted(estimator, {"batch": 4, "image:1": 32}).trusted
     assert predicted(estimator, {"batch": 4, "ids:1": 19}).trusted
+
+
+def test_sizes_with_a_small_side_have_a_fit_of_their_own() -> None:
+    """However many they are: they are measured until it does, and would be for ever otherwise."""
+
+    def values(size: Size) -> NDArray[np.float64]:
+        height, width = size["image:2"], size["image:3"]
+        return real().values * (height * width + (20_000 if height <= 16 else 0))
+
+    wide = [(64, 32), (96, 48), (48, 64), (80, 96), (128, 40), (112, 128), (72, 56)]
+    low = [(16, 24 + 8 * i) for i in range(6)]
+    known = [{"batch": 8, "image:2": height, "image:3": width} for height, width in (*wide, *low)]
+    estimator = learnt(known, values)
+    for height, width in ((64, 64), (16, 80), (16, 44)):
+        size = {"batch": 8, "image:2": height, "image:3": width}
+        prediction = estimator.predict(size)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, values(size), rtol=1e-6)
+    unknown = estimator.predict({"batch": 8, "image:2": 12, "image:3": 64})
+    assert unknown is None or not unknown.trusted
+    assert estimator.relations == ()

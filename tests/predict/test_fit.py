@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import observe
+from lightning_mimose.predict import fit
 from lightning_mimose.predict.fit import EXACT_ERROR, _left_out, _solve, best_fit
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
@@ -71,7 +72,7 @@ def test_all_sizes_count_where_kernels_are_the_same() -> None:
     """None is left out then."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=0)
     fit = best_fit(sizes, values, structure, 0)
-    assert (fit.sizes, fit.trimmed) == (7, False)
+    assert (fit.sizes, fit.without) == (7, ())
     assert fit.covers({"batch": 8, "side": 12})
 
 
@@ -87,13 +88,43 @@ def test_no_side_is_believed_to_be_the_same_below_what_was_seen() -> None:
     assert not fit.covers({"batch": 8, "height": 64, "width": 16})
 
 
+def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more sizes the same is tried first, and nothing else if that does; else all is looked at again."""
+    sides = (64, 24, 96, 48, 80, 16, 72)
+    first = best_fit(*rows(sides, small=16), 0)
+    assert first.without == (("side", 16),)
+    made: list[int] = []
+    fit_of = fit._fit_of
+    monkeypatch.setattr(fit, "_fit_of", lambda sizes, *rest: made.append(len(sizes)) or fit_of(sizes, *rest))
+    again = best_fit(*rows((*sides, 40), small=16), 0, first.without)
+    assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
+    made.clear()
+    best_fit(*rows((*sides, 40), small=24), 0, first.without)
+    assert made[:2] == [7, 8]
+    made.clear()
+    best_fit(*rows((*sides, 40), small=16), 0, (("side", 64),))  # of which too few are left
+    assert made[0] == 8
+
+
+def test_half_of_the_sizes_are_left_at_least() -> None:
+    """Fewer say too little; those that are left out have a fit of their own, and do not become ever more."""
+    pairs = [(64, 32), (96, 48), (48, 64), (80, 96), (128, 40), (112, 128), (72, 56)]
+    for small, left_out in ((6, True), (8, False)):
+        all_pairs = [*pairs, *((16, 24 + 8 * i) for i in range(small))]
+        _, values, structure = rows([1], small=0)
+        areas = [h * w + (128 * 128 if h <= 16 else 0) for h, w in all_pairs]
+        sizes = [{"batch": 8, "height": h, "width": w} for h, w in all_pairs]
+        found = best_fit(sizes, np.outer(areas, values[0]), structure, 0)
+        assert (found.without == (("height", 16),)) is left_out
+
+
 def test_a_good_fit_leaves_nothing_out() -> None:
     """A little noise is no sign of another kernel."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72, 40, 56), small=0)
     noise = np.random.default_rng(0).uniform(-2e-3, 2e-3, (len(sizes), 1))
     fit = best_fit(sizes, values * (1 + noise), structure, 0)
     assert fit.error > EXACT_ERROR
-    assert (fit.sizes, fit.trimmed) == (9, False)
+    assert (fit.sizes, fit.without) == (9, ())
 
 
 def test_no_more_than_the_smallest_are_left_out() -> None:
