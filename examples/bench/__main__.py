@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|frontier|work|grades|largest|shared|all`.
+"""The benchmark: `python -m bench held|used|exact|cheap|waits|frontier|work|grades|largest|shared|all`.
 
 From the folder `examples`. Prints a table for each question; writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, grades, held, largest, shared, used, work
+from bench import cheap, exact, frontier, grades, held, largest, shared, used, waits, work
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "frontier", "work", "grades", "largest", "shared")
+QUESTIONS = ("held", "used", "exact", "cheap", "waits", "frontier", "work", "grades", "largest", "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "held": lambda: held.rows(names, given.steps),
         "used": lambda: used.rows(names, given.steps),
         "exact": lambda: exact.rows(names),
-        "cheap": lambda: cheap.rows(),
+        "cheap": cheap.rows,
+        "waits": waits.rows,
         "frontier": lambda: frontier.rows(
             large, given.steps, given.results, repeats=given.repeats, shares=shares, menus=menus
         ),

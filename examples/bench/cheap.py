@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bench import added, waits
+from bench import added
 from bench.added import Block
 from bench.running import figure
 from lightning_mimose.actions.calls import patch_unit
@@ -51,7 +51,6 @@ def interleaved(first: Callable[[], Any], second: Callable[[], Any], repeats: in
 def rows() -> Iterator[dict[str, Any]]:
     """One row per bar."""
     yield from added.rows()
-    yield from waits.rows()
     yield from _planning()
     yield from _fitting()
     yield _sheltered()
