@@ -27,13 +27,16 @@ SIDES = (8, 12, 6, 10, 14, 9, 11, 14)
 
 
 def let_gloo_go_first(name: str) -> None:
-    """A profiler sees no memory go in gloo's threads: let them drop a finished collective's tensors before we do."""
+    """A profiler sees no memory go in gloo's threads: let them drop a finished collective's tensors before we do.
+
+    Each rank may have to wait for its turn on a processor that others keep busy.
+    """
     own = getattr(distributed, name)
 
     def collective(*args: Any, **kwargs: Any) -> None:
         work = own(*args, **kwargs | {"async_op": True})
         work.wait()
-        time.sleep(0.005)
+        time.sleep(0.005 * distributed.get_world_size())
 
     setattr(distributed, name, collective)
 
