@@ -200,7 +200,9 @@ class Forecast:
                 return None
             if len(self._actual_peaks) >= KNOWN_PEAKS:
                 self._actual_peaks.clear()
-            self._actual_peaks[slot] = self.timeline_of(prediction, resident).peak_bytes(dict(plan))
+            kept = None if plan.choices else self.kept_timeline(prediction, resident)
+            timeline = self.timeline_of(prediction, resident) if kept is None else kept
+            self._actual_peaks[slot] = timeline.peak_bytes(dict(plan))
         return self._actual_peaks[slot]
 
     def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
