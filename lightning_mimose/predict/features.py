@@ -140,6 +140,23 @@ def _relation(name: str, values: NDArray[np.float64], kept: Mapping[str, NDArray
     return None
 
 
+def may_be_surfaces(sizes: Sequence[Mapping[str, int]]) -> bool:
+    """Whether two dimensions that vary may be the sides of images: those of one tensor, or names of the user's own.
+
+    Lengths of texts, of which every tensor has one, are not rounded level by level.
+
+    Example:
+        >>> may_be_surfaces([{"ids:1": 5, "mask:1": 5}, {"ids:1": 7, "mask:1": 7}])
+        False
+        >>> may_be_surfaces([{"pixels:2": 32, "pixels:3": 32}, {"pixels:2": 64, "pixels:3": 64}])
+        True
+    """
+    first, *rest = sizes
+    varying = [name for name in first if name != "batch" and any(size[name] != first[name] for size in rest)]
+    tensors = [name.rpartition(":")[0] for name in varying]
+    return "" in tensors or len(set(tensors)) < len(tensors)
+
+
 def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     """Candidate bases for the dimensions that vary and some sizes, simplest first."""
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
@@ -159,7 +176,7 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     )
     plain = [tuple((m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
     rungs = list(dict.fromkeys(plain))
-    if others and len(others) <= 2:
+    if 1 <= len(others) <= 2 and may_be_surfaces(sizes):
         surface = monomial(*(others * (3 - len(others))))
         rungs += [
             ((one, 1), *((surface, finest << k) for k in range(levels))) for levels in _LEVELS for finest in _FINEST

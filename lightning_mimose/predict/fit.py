@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lightning_mimose.predict.features import Basis, Relation, bases, varying_dims
+from lightning_mimose.predict.checking import EXACT_ERROR, UNCHECKED, Check, doubtful, largest_error, left_out
+from lightning_mimose.predict.features import Basis, Relation, bases, may_be_surfaces, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
-from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
-LEAN_ERROR = 1e-3
-"""Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
-EXACT_ERROR = 1e-4
-"""An error of this share is rounding: the basis is the right one."""
 BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
 FEW_ODD = 2
@@ -32,6 +28,8 @@ FEWEST_LARGER = 5
 """Sizes that have to be left where the smallest are left out; and half of them."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
+MISSED = 1e-4
+"""Share of a column's largest value by which coefficients that are not negative may miss it."""
 
 Value: TypeAlias = tuple[str, int]
 """A dimension and what it is."""
@@ -139,77 +137,116 @@ def best_fit(
     def larger(kept: Sequence[int], name: str, least: int) -> list[int]:
         return [i for i in kept if sizes[i].get(name, 0) > least]
 
-    def fit_of(kept: Sequence[int]) -> Fit:
-        return _fit_of([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
+    def tried(kept: Sequence[int]) -> _Choice:
+        return _choice([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
 
-    kept = list(range(len(sizes)))
+    everything = list(range(len(sizes)))
+    kept = everything
     for name, least in without:
         kept = larger(kept, name, least)
     if fewest <= len(kept) < len(sizes):
-        best = fit_of(kept)
-        if best.error <= EXACT_ERROR:
-            return replace(best, without=tuple(without))
-    kept = list(range(len(sizes)))
-    whole = best = fit_of(kept)
-    if whole.error <= GOOD_ERROR:
-        return whole
-    left = set(whole.sides)
-    while best.error > EXACT_ERROR:
-        tried: list[tuple[Fit, Value, list[int]]] = []
+        best = tried(kept)
+        if best.check.error <= EXACT_ERROR:
+            return best.fit(without)
+    whole = best = tried(everything)
+    left = {name for name in whole.dims if name != "batch"}
+    kept, out = everything, list[Value]()
+    while best.check.error > (GOOD_ERROR if best is whole else EXACT_ERROR):
+        found: list[tuple[_Choice, Value, list[int]]] = []
         for name in sorted(left):
             least = min(sizes[i][name] for i in kept)
             rest = larger(kept, name, least)
             if len(rest) >= fewest:
-                tried.append((fit_of(rest), (name, least), rest))
-        found, out, rest = min(tried, key=lambda each: each[0].error, default=(whole, ("", 0), kept))
-        if found.error >= BETTER * best.error:
+                found.append((tried(rest), (name, least), rest))
+        if not found:
             break
-        left.discard(out[0])
-        best, kept = replace(found, without=(*best.without, out)), rest
+        choice, value, rest = min(found, key=lambda each: each[0].check.error)
+        if choice.check.error >= BETTER * best.check.error:
+            break
+        left.discard(value[0])
+        best, kept, out = choice, rest, [*out, value]
     # One that is no more than usable has the least error of several; it is better than none.
-    return best if best.error <= EXACT_ERROR or whole.error > USABLE_ERROR >= best.error else whole
+    if best.check.error <= EXACT_ERROR or whole.check.error > USABLE_ERROR >= best.check.error:
+        return best.fit(out)
+    return whole.fit()
 
 
-def _fit_of(
+@dataclass(frozen=True)
+class _Choice:
+    """What describes some sizes best; to make a fit of it takes longer than to compare it with others.
+
+    Attributes:
+        sizes: The sizes.
+        values: Shape (sizes, columns).
+        structure: What the columns are.
+        resident_bytes: See `best_fit`.
+        dims: The dimensions that vary and do not follow from others.
+        relations: How the others follow.
+        basis: The basis.
+        local: What describes every column in a basis of its own, where that is better.
+        check: What came of predicting sizes from the others.
+    """
+
+    sizes: Sequence[Mapping[str, int]]
+    values: NDArray[np.float64]
+    structure: Structure
+    resident_bytes: int
+    dims: tuple[str, ...]
+    relations: tuple[Relation, ...]
+    basis: Basis
+    local: LocalFit | None
+    check: Check
+
+    def fit(self, without: Sequence[Value] = ()) -> Fit:
+        """The fit, if these values of sides were left out of its sizes."""
+        design = self.basis.design(self.sizes)
+        inverse = np.linalg.pinv(design.T @ design)
+        names = self.sizes[0].keys()
+        sides = tuple(name for name in self.dims if name != "batch")
+        return Fit(
+            self.basis,
+            _solve(design, self.values),
+            self.check.error,
+            len(self.sizes),
+            {name: min(size[name] for size in self.sizes) for name in names},
+            {name: max(size[name] for size in self.sizes) for name in names},
+            doubtful(self.check, self.values, self.structure, self.resident_bytes),
+            self.relations,
+            inverse,
+            float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
+            self.local,
+            sides,
+            _grains(self.sizes, sides) if len(sides) == 2 else (),
+            tuple(without),
+        )
+
+
+def _choice(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
-) -> Fit:
+) -> _Choice:
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
-    best, basis, truth = _UNCHECKED, candidates[0], structure.summary(values)
+    best, basis, truth = UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
         design = candidate.design(sizes)
-        check = _left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
+        check = left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
         if check.error < BETTER * best.error:
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
-    local = fit_locally(sizes, values, structure, dims, basis) if best.error > EXACT_ERROR else None
+    local = None
+    if best.error > EXACT_ERROR and may_be_surfaces(sizes):
+        local = fit_locally(sizes, values, structure, dims, basis)
     if local is not None:
-        check = _Check(_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out)
+        check = Check(
+            largest_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out
+        )
         sure = check.error <= EXACT_ERROR or len(sizes) >= MANY_SIZES
         if sure and check.error < BETTER * best.error:
             best = check
         else:
             local = None
-    design = basis.design(sizes)
-    inverse = np.linalg.pinv(design.T @ design)
-    names = sizes[0].keys()
-    sides = tuple(name for name in dims if name != "batch")
-    return Fit(
-        basis,
-        _solve(design, values),
-        best.error,
-        len(sizes),
-        {name: min(size[name] for size in sizes) for name in names},
-        {name: max(size[name] for size in sizes) for name in names},
-        _doubtful(best, values, truth, structure, resident_bytes),
-        relations,
-        inverse,
-        float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
-        local,
-        sides,
-        _grains(sizes, sides) if len(sides) == 2 else (),
-    )
+    return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, local, best)
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[int, ...]:
@@ -218,107 +255,21 @@ def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[i
     return tuple(grain for grain, count in odd.items() if count <= FEW_ODD)
 
 
-class _Check(NamedTuple):
-    """What came of predicting sizes from the others.
-
-    Attributes:
-        error: The largest error, as a share of the size's peak.
-        checked: Indices of the sizes that could be predicted.
-        predicted: Shape (checked, columns).
-    """
-
-    error: float
-    checked: Sequence[int]
-    predicted: NDArray[np.float64]
-
-
-_UNCHECKED = _Check(float("inf"), (), np.zeros((0, 0)))
-
-
-def _left_out(
-    design: NDArray[np.float64],
-    values: NDArray[np.float64],
-    truth: NDArray[np.float64],
-    structure: Structure,
-    resident_bytes: int,
-    *,
-    rounds: bool,
-) -> _Check:
-    """Predict each size from the others; `truth` is the summary of the values."""
-    # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
-    features = design.shape[1]
-    if len(design) < features + (1 if features == 2 else 2):
-        return _UNCHECKED
-    distinct, group = distinct_rows(design)
-    few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
-    if len(distinct) < features + 2 and not few:
-        return _UNCHECKED
-    # Of both: rounding can make a design look determined that is not.
-    if any(np.linalg.matrix_rank(points) < features for points in (distinct, design)):
-        return _UNCHECKED
-    # What a fit without some rows misses them by follows from the fit with them (its hat matrix), so one is enough.
-    orthogonal = np.linalg.qr(design)[0]
-    hat = orthogonal @ orthogonal.T
-    residuals = values - orthogonal @ (orthogonal.T @ values)
-    free = 1 - np.diagonal(hat)
-    alone = np.flatnonzero((np.bincount(group)[group] == 1) & (free > LEVERAGE))
-    checked, missing, groups = alone.tolist(), [residuals[alone] / free[alone, None]], len(alone)
-    for left_out in sorted(set(group) - set(group[alone])):
-        held, rest = np.flatnonzero(group == left_out), group != left_out
-        between = np.eye(len(held)) - hat[np.ix_(held, held)]
-        if np.linalg.eigvalsh(between)[0] > LEVERAGE:
-            missing.append(np.linalg.solve(between, residuals[held]))
-        elif np.linalg.matrix_rank(design[rest]) == features:
-            missing.append(values[held] - design[held] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0])
-        else:
-            continue
-        checked.extend(held.tolist())
-        groups += 1
-    if groups < 2:
-        return _UNCHECKED
-    predicted = values[checked] - np.concatenate(missing)
-    error = _error(predicted, truth[checked], structure, resident_bytes)
-    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless, and only
-    # where nothing is rounded: else those sizes may be all that tells a rounding from another.
-    believed = (len(checked) == len(design) and not few) or (error < EXACT_ERROR and not rounds)
-    return _Check(error, checked, predicted) if believed else _UNCHECKED
-
-
-def _error(
-    predicted: NDArray[np.float64], truth: NDArray[np.float64], structure: Structure, resident_bytes: int
-) -> float:
-    """By how much the summary of some sizes is missed at most, as a share of their peaks."""
-    missed = np.abs(structure.summary(predicted) - truth)
-    whole = truth[:, :1] + resident_bytes
-    return float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
-
-
-def _doubtful(
-    check: _Check,
-    values: NDArray[np.float64],
-    truth: NDArray[np.float64],
-    structure: Structure,
-    resident_bytes: int,
-) -> frozenset[str]:
-    """Grades of lean saves whose peaks were missed by more than the rest; only of the fit chosen: it takes long."""
-    if not structure.grades or not check.checked:
-        return frozenset(structure.grades)
-    rows = check.checked
-    missed = np.abs(structure.lean_peaks(check.predicted) - structure.lean_peaks(values[rows]))
-    errors = (missed / (truth[rows, :1] + resident_bytes)).max(axis=0)
-    return frozenset(g for g, e in zip(structure.grades, errors, strict=True) if e > max(LEAN_ERROR, check.error))
-
-
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
-    free: NDArray[Any] = np.linalg.lstsq(design, values, rcond=None)[0]
+    inverse = np.linalg.pinv(design)
+    free: NDArray[Any] = inverse @ values
     scale = np.abs(values).max(axis=0)
-    negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0))
+    # Coefficients differ by no more than what the values may be missed by allows: where one is further below zero than
+    # that, no other ones fit as well, and need not be looked for.
+    close = np.abs(design @ free - values).max(axis=0) + MISSED * scale
+    reach = np.abs(inverse).sum(axis=1)[:, None] * close
+    negative = np.flatnonzero((free < -1e-9 * scale).any(axis=0) & (free >= -reach).all(axis=0))
     if negative.size:
         # What scikit-learn's LinearRegression(positive=True) calls: that one takes a quarter of a second to import, and
         # five times as long, in the middle of training. Units that are alike have columns that are equal.
         targets, which = np.unique(values[:, negative], axis=1, return_inverse=True)
         bound = np.array([nnls(design, target)[0] for target in targets.T]).T[:, which.reshape(-1)]
-        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > 1e-4 * scale[negative]
+        worse = np.abs(design @ bound - values[:, negative]).max(axis=0) > MISSED * scale[negative]
         free[:, negative] = np.where(worse, free[:, negative], bound)
     return free

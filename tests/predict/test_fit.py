@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.predict import fit
-from lightning_mimose.predict.fit import EXACT_ERROR, _left_out, _solve, best_fit
+from lightning_mimose.predict.checking import EXACT_ERROR, left_out
+from lightning_mimose.predict.fit import MISSED, _solve, best_fit
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -28,6 +31,22 @@ def test_bounded_coefficients_are_those_of_scikit_learn() -> None:
     assert np.array_equal(_solve(design, values)[:, [0, 2, 4]], expected[:, [0, 2, 4]])
 
 
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.floats(-8, 0))
+def test_none_that_could_be_bounded_is_passed_over(seed: int, exponent: float) -> None:
+    """Which columns no coefficients above zero describe is told without a solver; that tells the same of each."""
+    random = np.random.default_rng(seed)
+    design = np.vander(np.sort(random.uniform(0.1, 1.0, 8)), 3)
+    truth = random.uniform(0, 1, (3, 20)) - 10**exponent * random.uniform(0, 1, (3, 20))
+    values = (design @ truth + MISSED * random.uniform(-1, 1, (8, 20))) * 1e6
+    found = _solve(design, values)
+    for target, coefficients in zip(values.T, found.T, strict=True):
+        close = MISSED * np.abs(target).max()
+        bound = LinearRegression(fit_intercept=False, positive=True).fit(design, target).coef_
+        bounded = np.abs(design @ bound - target).max() <= close
+        assert not bounded or coefficients.min() >= -1e-9 * np.abs(target).max()
+
+
 def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
     """Sizes that a basis cannot tell apart are left out together; an undetermined rest is left unchecked."""
     structure = observe(recorded(TinyText(2), text_batch(2, 8)), 0).structure
@@ -35,13 +54,13 @@ def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
     lengths = [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
     design = np.array([[1.0, n, n * n] for n in lengths])
     values = generator.uniform(1e6, 1e9, (len(lengths), structure.columns))
-    check = _left_out(design, values, structure.summary(values), structure, 0, rounds=False)
+    check = left_out(design, values, structure.summary(values), structure, 0, rounds=False)
     assert sorted(check.checked) == list(range(len(lengths)))
     for row, found in zip(check.checked, check.predicted, strict=True):
         rest = [i for i, n in enumerate(lengths) if n != lengths[row]]
         alone = design[row] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
         np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-3)
-    assert _left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0, rounds=False).error == float(
+    assert left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0, rounds=False).error == float(
         "inf"
     )
 
@@ -56,7 +75,7 @@ def rows(sides: Sequence[int], small: int) -> tuple[list[dict[str, int]], NDArra
     return sizes, np.outer(areas + scratch, observation.values), observation.structure
 
 
-def test_sizes_below_which_kernels_work_otherwise_are_left_out() -> None:
+def test_sizes_below_which_kernels_work_otherwise_areleft_out() -> None:
     """The rest is described exactly, and nothing is said of smaller ones."""
     sides = (64, 24, 96, 48, 80, 16, 72)
     sizes, values, structure = rows(sides, small=16)
@@ -94,8 +113,8 @@ def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) 
     first = best_fit(*rows(sides, small=16), 0)
     assert first.without == (("side", 16),)
     made: list[int] = []
-    fit_of = fit._fit_of
-    monkeypatch.setattr(fit, "_fit_of", lambda sizes, *rest: made.append(len(sizes)) or fit_of(sizes, *rest))
+    choice = fit._choice
+    monkeypatch.setattr(fit, "_choice", lambda sizes, *rest: made.append(len(sizes)) or choice(sizes, *rest))
     again = best_fit(*rows((*sides, 40), small=16), 0, first.without)
     assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
     made.clear()
@@ -109,13 +128,13 @@ def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) 
 def test_half_of_the_sizes_are_left_at_least() -> None:
     """Fewer say too little; those that are left out have a fit of their own, and do not become ever more."""
     pairs = [(64, 32), (96, 48), (48, 64), (80, 96), (128, 40), (112, 128), (72, 56)]
-    for small, left_out in ((6, True), (8, False)):
+    for small, without in ((6, True), (8, False)):
         all_pairs = [*pairs, *((16, 24 + 8 * i) for i in range(small))]
         _, values, structure = rows([1], small=0)
         areas = [h * w + (128 * 128 if h <= 16 else 0) for h, w in all_pairs]
         sizes = [{"batch": 8, "height": h, "width": w} for h, w in all_pairs]
         found = best_fit(sizes, np.outer(areas, values[0]), structure, 0)
-        assert (found.without == (("height", 16),)) is left_out
+        assert (found.without == (("height", 16),)) is without
 
 
 def test_a_good_fit_leaves_nothing_out() -> None:
@@ -127,7 +146,7 @@ def test_a_good_fit_leaves_nothing_out() -> None:
     assert (fit.sizes, fit.without) == (9, ())
 
 
-def test_no_more_than_the_smallest_are_left_out() -> None:
+def test_no_more_than_the_smallest_areleft_out() -> None:
     """Kernels that change in the middle of the range are no reason to believe in what is left."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=64)
     assert best_fit(sizes, values, structure, 0).error > EXACT_ERROR

@@ -1,0 +1,107 @@
+"""Checking a basis: each of the sizes that were seen is predicted from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
+from lightning_mimose.predict.structure import Structure
+
+LEAN_ERROR = 1e-3
+"""Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
+EXACT_ERROR = 1e-4
+"""An error of this share is rounding: the basis is the right one."""
+
+
+class Check(NamedTuple):
+    """What came of predicting sizes from the others.
+
+    Attributes:
+        error: The largest error, as a share of the size's peak.
+        checked: Indices of the sizes that could be predicted.
+        predicted: Shape (checked, columns).
+    """
+
+    error: float
+    checked: Sequence[int]
+    predicted: NDArray[np.float64]
+
+
+UNCHECKED = Check(float("inf"), (), np.zeros((0, 0)))
+
+
+def left_out(
+    design: NDArray[np.float64],
+    values: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+    *,
+    rounds: bool,
+) -> Check:
+    """Predict each size from the others; `truth` is the summary of the values."""
+    # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
+    features = design.shape[1]
+    if len(design) < features + (1 if features == 2 else 2):
+        return UNCHECKED
+    distinct, group = distinct_rows(design)
+    few = features == 2 and len(distinct) == 3  # three sizes on one line, if they are on it exactly
+    if len(distinct) < features + 2 and not few:
+        return UNCHECKED
+    # Of both: rounding can make a design look determined that is not.
+    if any(np.linalg.matrix_rank(points) < features for points in (distinct, design)):
+        return UNCHECKED
+    # What a fit without some rows misses them by follows from the fit with them (its hat matrix), so one is enough.
+    orthogonal = np.linalg.qr(design)[0]
+    hat = orthogonal @ orthogonal.T
+    residuals = values - orthogonal @ (orthogonal.T @ values)
+    free = 1 - np.diagonal(hat)
+    alone = np.flatnonzero((np.bincount(group)[group] == 1) & (free > LEVERAGE))
+    checked, missing, groups = alone.tolist(), [residuals[alone] / free[alone, None]], len(alone)
+    for left_out in sorted(set(group) - set(group[alone])):
+        held, rest = np.flatnonzero(group == left_out), group != left_out
+        between = np.eye(len(held)) - hat[np.ix_(held, held)]
+        if np.linalg.eigvalsh(between)[0] > LEVERAGE:
+            missing.append(np.linalg.solve(between, residuals[held]))
+        elif np.linalg.matrix_rank(design[rest]) == features:
+            missing.append(values[held] - design[held] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0])
+        else:
+            continue
+        checked.extend(held.tolist())
+        groups += 1
+    if groups < 2:
+        return UNCHECKED
+    predicted = values[checked] - np.concatenate(missing)
+    error = largest_error(predicted, truth[checked], structure, resident_bytes)
+    # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless, and only
+    # where nothing is rounded: else those sizes may be all that tells a rounding from another.
+    believed = (len(checked) == len(design) and not few) or (error < EXACT_ERROR and not rounds)
+    return Check(error, checked, predicted) if believed else UNCHECKED
+
+
+def largest_error(
+    predicted: NDArray[np.float64], truth: NDArray[np.float64], structure: Structure, resident_bytes: int
+) -> float:
+    """By how much the summary of some sizes is missed at most, as a share of their peaks."""
+    missed = np.abs(structure.summary(predicted) - truth)
+    whole = truth[:, :1] + resident_bytes
+    return float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
+
+
+def doubtful(
+    check: Check,
+    values: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
+) -> frozenset[str]:
+    """Grades of lean saves whose peaks were missed by more than the rest; only of the fit chosen: it takes long."""
+    if not structure.grades or not check.checked:
+        return frozenset(structure.grades)
+    truth = values[list(check.checked)]
+    missed = np.abs(structure.lean_peaks(check.predicted) - structure.lean_peaks(truth))
+    errors = (missed / (structure.summary(truth)[:, :1] + resident_bytes)).max(axis=0)
+    return frozenset(g for g, e in zip(structure.grades, errors, strict=True) if e > max(LEAN_ERROR, check.error))
