@@ -197,16 +197,25 @@ class Structure:
 
     def _lean_peak(self, padded: NDArray[np.float64], action: str) -> NDArray[np.float64]:
         _, entry, _, _ = self.arrays
+        shapes, where, own = self._lean_arrays[action]
+        calls = [shape.call for shape in shapes]
         kept = self._kept(padded)
-        level = kept.copy()
-        for shape in self.lean:
-            if shape.action == action:
-                level -= padded[:, [shape.saved]] * self.alive[shape.call]
-                level += padded[:, [shape.lent]] * self.lent[shape.call]
-                where, own = [p for p, _ in shape.positions], [c for _, c in shape.positions]
-                level[:, where] -= kept[:, where] - padded[:, own] - padded[:, entry[where]]
+        level = kept - padded[:, [shape.saved for shape in shapes]] @ self.alive[calls]
+        level += padded[:, [shape.lent for shape in shapes]] @ self.lent[calls]
+        np.subtract.at(level.T, where, (kept[:, where] - padded[:, own] - padded[:, entry[where]]).T)
         peak: NDArray[np.float64] = level.max(axis=1)
         return peak
+
+    @cached_property
+    def _lean_arrays(self) -> dict[str, tuple[list[LeanShape], NDArray[np.intp], NDArray[np.intp]]]:
+        """Grade -> its shapes, their units' positions in backward, and the columns of these."""
+        found = {}
+        for action in self.grades:
+            shapes = [shape for shape in self.lean if shape.action == action]
+            pairs = [pair for shape in shapes for pair in shape.positions]
+            where, own = np.array(pairs, dtype=np.intp).reshape(-1, 2).T
+            found[action] = shapes, where, own
+        return found
 
     @cached_property
     def times(self) -> NDArray[np.int64]:
