@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -91,9 +92,13 @@ class Search:
         pick: Shape (units,); the options taken (see `Structure`).
         active: The positions that moves are compared on, in the order in which they were found.
         gains: Shape (options, active); relief of every option at the active positions, holds left aside.
+        until: Of `time.perf_counter()`: when improvements end, however much they save.
     """
 
-    def __init__(self, timeline: Timeline, structure: Structure, budget_bytes: int) -> None:
+    def __init__(
+        self, timeline: Timeline, structure: Structure, budget_bytes: int, until: float = float("inf")
+    ) -> None:
+        self.until = until
         self.timeline = timeline
         self.structure = structure
         self.budget = budget_bytes
@@ -250,6 +255,8 @@ class Search:
             rounds: The most exchanges.
         """
         for _ in range(rounds):
+            if perf_counter() > self.until:
+                return
             moves = self.moves(splits)
             slack = self.slack()
             prices = np.append(prices, np.zeros(len(slack) - len(prices)))

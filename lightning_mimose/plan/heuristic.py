@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,12 @@ GOOD_ENOUGH = 4e-3
 
 FAR = 0.25
 """A start that costs this much more than the best plan by then is not improved any more."""
+
+QUICK_SECONDS = 3e-3
+"""After so long training does not wait for better plans that the thread beside it finds as well."""
+
+LITTLE_SECONDS = 0.1
+"""Where more than this could be saved, it does."""
 
 LARGE = 600
 """Options above which less is tried: one choice more or less matters little among hundreds."""
@@ -57,8 +64,14 @@ class Found:
         return least, self.search.structure.forced_loss(reduced)
 
 
-def solve(timeline: Timeline, budget_bytes: int) -> Found:
-    """The heuristic: for each assumption on the holds the prices, then repair and exchanges from several starts."""
+def solve(timeline: Timeline, budget_bytes: int, until: float = np.inf) -> Found:
+    """The heuristic: for each assumption on the holds the prices, then repair and exchanges from several starts.
+
+    Args:
+        timeline: What there is.
+        budget_bytes: What no position may exceed.
+        until: Of `time.perf_counter()`: when what is found has to do, unless much could still be saved.
+    """
     structure = Structure.of(timeline)
     search = Search(timeline, structure, budget_bytes)
     large = len(timeline.options) > LARGE
@@ -83,11 +96,15 @@ def solve(timeline: Timeline, budget_bytes: int) -> Found:
             if seconds - best_seconds > FAR * abs(best_seconds):
                 break
             search.take(pick)
+            search.until = until if seconds - priced.bound <= LITTLE_SECONDS else np.inf
             search.improve(priced.prices, splits, rounds)
             if search.seconds < best_seconds:
                 best, best_seconds = search.pick, search.seconds
-            if best_seconds - priced.bound <= (GOOD_ENOUGH if large else CLOSE_ENOUGH) * abs(best_seconds):
+            missed = best_seconds - priced.bound
+            if missed <= (GOOD_ENOUGH if large else CLOSE_ENOUGH) * abs(best_seconds):
                 break
+            if missed <= LITTLE_SECONDS and perf_counter() > until:
+                return Found(best, search, prices)
     if best is None:
         pick = least_peak_pick(timeline, structure, budget_bytes, steps=4 if large else 20)
         search.take(pick)
@@ -181,17 +198,34 @@ def least_peak_bound(timeline: Timeline) -> int:
     return _most_relieved(timeline, Structure.of(timeline))[0]
 
 
+def _started(timeline: Timeline, budget_bytes: int, starts: Starts) -> Ints | None:
+    """The pick that a start leads to, or a search where that could find a better one in reasonable time."""
+    until = perf_counter() + QUICK_SECONDS
+    started = starts.pick(timeline, budget_bytes)
+    if started is not None and started.is_enough:
+        return started.pick
+    if started is not None and started.seconds - started.bound <= LITTLE_SECONDS and perf_counter() > until:
+        return started.pick
+    found = solve(timeline, budget_bytes, until)
+    if found.pick is None:
+        return None if started is None else started.pick
+    found.search.take(found.pick)
+    starts.learn(found.search, found.prices)
+    return started.pick if started is not None and started.seconds < found.search.seconds else found.pick
+
+
 def plan_heuristic(
     timeline: Timeline, budget_bytes: int, incumbents: Sequence[Incumbent] = (), starts: Starts | None = None
 ) -> Plan | None:
-    """A plan that fits the budget, usually within a per cent of the cheapest; deterministic.
+    """A plan that fits the budget, usually within a per cent of the cheapest; deterministic without `starts`.
 
     Args:
         timeline: What the step would hold, and the options there are.
         budget_bytes: What no position may exceed.
         incumbents: Plans known already, for smaller budgets for instance. The result is never slower than one of
             them that fits.
-        starts: What was found for other sizes; a plan that is near enough to the cheapest is then found at once.
+        starts: What was found for other sizes; a plan that is near enough to the cheapest is then found at once, and
+            what is found in a few milliseconds has to do.
 
     Returns:
         The plan, or None when none was found (`plan_exact` knows whether there is one).
@@ -212,13 +246,7 @@ def plan_heuristic(
         fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
         if not timeline.options or all(option.added_seconds >= 0 for option in timeline.options):
             return plan_of(timeline, nothing) if fits else None
-    pick = None if starts is None else starts.pick(timeline, budget_bytes)
-    if pick is None:
-        found = solve(timeline, budget_bytes)
-        pick = found.pick
-        if starts is not None and pick is not None:
-            found.search.take(pick)
-            starts.learn(found.search, found.prices)
+    pick = solve(timeline, budget_bytes).pick if starts is None else _started(timeline, budget_bytes, starts)
     plan = None if pick is None else plan_of(timeline, pick[pick >= 0])
     better = best_incumbent(timeline, budget_bytes, incumbents, np.inf if plan is None else plan.added_seconds)
     return plan if better is None else better

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,25 @@ class _Start:
         return pick
 
 
+class Started(NamedTuple):
+    """What a start has led to.
+
+    Attributes:
+        pick: The pick, which fits.
+        seconds: What it adds to the step.
+        bound: No pick that fits adds less.
+    """
+
+    pick: Ints
+    seconds: float
+    bound: float
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it is so near to the best one that to search for that would take longer than it could save."""
+        return self.seconds - self.bound <= ENOUGH_SECONDS
+
+
 class Starts:
     """Remembers what was found, and starts from it.
 
@@ -79,7 +99,7 @@ class Starts:
         >>> search.activate(timeline(3).base_bytes)
         True
         >>> starts.learn(search, np.array([1e-4]))
-        >>> starts.pick(timeline(4), 100).tolist()
+        >>> starts.pick(timeline(4), 100).pick.tolist()
         [0, -1]
     """
 
@@ -92,8 +112,8 @@ class Starts:
         """How many problems are known."""
         return len(self._known)
 
-    def pick(self, timeline: Timeline, budget_bytes: int) -> Ints | None:
-        """A pick that fits and is near enough to the best one; None where that is not to be had at once."""
+    def pick(self, timeline: Timeline, budget_bytes: int) -> Started | None:
+        """A pick that fits; None where none is to be had at once."""
         here = _needed(timeline), budget_bytes
         with self._lock:
             known = list(self._known.items())
@@ -114,10 +134,10 @@ class Starts:
         search.take(best)
         search.improve(starts[0].prices, rounds=ROUNDS)
         bound, _ = proven(search, starts[0].prices)
-        if search.seconds - bound > ENOUGH_SECONDS:
-            return None
-        self.learn(search, starts[0].prices)
-        return search.pick
+        started = Started(search.pick, search.seconds, bound)
+        if started.is_enough:
+            self.learn(search, starts[0].prices)
+        return started
 
     def learn(self, search: Search, prices: Floats) -> None:
         """Remember what a search has found.

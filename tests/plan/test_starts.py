@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mimose.plan.exchange import Search
-from lightning_mimose.plan.heuristic import plan_heuristic, solve
+from lightning_mimose.plan.heuristic import LITTLE_SECONDS, plan_heuristic, solve
 from lightning_mimose.plan.optimal import plan_exact
 from lightning_mimose.plan.prices import proven
 from lightning_mimose.plan.starts import ENOUGH_SECONDS, KNOWN, Starts
@@ -40,18 +40,20 @@ def test_whatever_is_known_a_plan_fits_and_is_near_enough(
         timeline = replace(timeline, labels=tuple(str(i) for i in range(len(timeline.base_bytes))))
         if int(timeline.base_bytes.max(initial=0)) <= budget:
             continue
-        pick = starts.pick(timeline, budget)
+        started = starts.pick(timeline, budget)
         plan = plan_heuristic(timeline, budget, (), starts)
         best = cheapest_by_brute_force(timeline, budget)
         if plan is not None:
             check(timeline, plan, budget)
-        if pick is not None:
+        if started is not None:
             assert best is not None
-            chosen = pick[pick >= 0]
+            chosen = started.pick[started.pick >= 0]
             assert Structure.of(timeline).conflict(chosen.tolist()) is None
             assert int(timeline.level_bytes(np.sort(chosen)).max()) <= budget
             seconds = sum(timeline.options[i].added_seconds for i in chosen.tolist())
-            assert best - 1e-9 <= seconds <= best + ENOUGH_SECONDS
+            assert abs(started.seconds - seconds) <= 1e-9
+            assert started.bound - 1e-9 <= best <= seconds + 1e-9
+            assert not started.is_enough or seconds <= best + ENOUGH_SECONDS
 
 
 @FEW
@@ -100,9 +102,27 @@ def test_a_better_plan_of_a_neighbour_is_started_from(monkeypatch: pytest.Monkey
     starts.better(timeline, budget + 1, exact)  # of a problem that is not known
     assert len(starts) == 1
     monkeypatch.setattr(Search, "improve", lambda *_, **__: None)
-    pick = starts.pick(timeline, budget)
-    assert pick is not None
-    assert plan_of(timeline, pick[pick >= 0]) == exact
+    started = starts.pick(timeline, budget)
+    assert started is not None
+    assert plan_of(timeline, started.pick[started.pick >= 0]) == exact
+
+
+@FEW
+@given(problems())
+def test_what_is_found_by_then_has_to_do_unless_much_can_be_saved(problem: tuple[Timeline, int]) -> None:
+    """It fits whenever it ends, and is as good as ever where steps take long."""
+    timeline, budget = problem
+    patient = solve(timeline, budget).pick
+    late = solve(timeline, budget, until=0.0).pick
+    assert (patient is None) == (late is None)
+    if late is not None:
+        check(timeline, plan_of(timeline, late[late >= 0]), budget)
+    long = tuple(replace(option, added_seconds=1e6 * option.added_seconds) for option in timeline.options)
+    slow = replace(timeline, options=long)
+    expected, found = (solve(slow, budget, until).pick for until in (np.inf, 0.0))
+    if expected is not None and found is not None:
+        seconds = [sum(slow.options[i].added_seconds for i in pick[pick >= 0].tolist()) for pick in (expected, found)]
+        assert seconds[1] <= seconds[0] + LITTLE_SECONDS
 
 
 def test_the_oldest_are_forgotten() -> None:
