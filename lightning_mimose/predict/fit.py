@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,7 +42,7 @@ class Fit:
 
     Attributes:
         basis: Its features.
-        coefficients: Shape (features, columns).
+        coefficients: Shape (features, columns); of no columns where `local` describes them.
         error: The largest error of predicting one size from the others, as a share of the size's peak.
         sizes: How many it was made from.
         low: The least value of every dimension.
@@ -132,39 +133,53 @@ def best_fit(
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
         without: What had to be left out of fewer sizes: that is tried first.
     """
+    everything = tuple(range(len(sizes)))
     fewest = max(FEWEST_LARGER, (len(sizes) + 1) // 2)
 
-    def larger(kept: Sequence[int], name: str, least: int) -> list[int]:
-        return [i for i in kept if sizes[i].get(name, 0) > least]
+    @cache
+    def outlined(kept: tuple[int, ...]) -> _Choice:
+        return _outlined([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
 
-    def tried(kept: Sequence[int]) -> _Choice:
-        return _choice([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
+    @cache
+    def detailed(kept: tuple[int, ...]) -> _Choice:
+        return outlined(kept).detailed()
 
-    everything = list(range(len(sizes)))
+    def larger(kept: tuple[int, ...], name: str, least: int) -> tuple[int, ...]:
+        return tuple(i for i in kept if sizes[i].get(name, 0) > least)
+
+    def without_smallest(choose: Callable[[tuple[int, ...]], _Choice]) -> tuple[_Choice, list[Value]]:
+        best, kept, out = choose(everything), everything, list[Value]()
+        left = {name for name in best.dims if name != "batch"}
+        while best.check.error > EXACT_ERROR:
+            found: list[tuple[_Choice, Value, tuple[int, ...]]] = []
+            for name in sorted(left):
+                least = min(sizes[i][name] for i in kept)
+                rest = larger(kept, name, least)
+                if len(rest) >= fewest:
+                    found.append((choose(rest), (name, least), rest))
+            if not found:
+                break
+            choice, value, rest = min(found, key=lambda each: each[0].check.error)
+            if choice.check.error >= BETTER * best.check.error:
+                break
+            left.discard(value[0])
+            best, kept, out = choice, rest, [*out, value]
+        return best, out
+
     kept = everything
     for name, least in without:
         kept = larger(kept, name, least)
-    if fewest <= len(kept) < len(sizes):
-        best = tried(kept)
+    if fewest <= len(kept) < len(sizes) and detailed(kept).check.error <= EXACT_ERROR:
+        return detailed(kept).fit(without)
+    # Bases of single columns take longest to find: where one of all columns does, they are not looked for.
+    if outlined(everything).check.error > GOOD_ERROR:
+        best, out = without_smallest(outlined)
         if best.check.error <= EXACT_ERROR:
-            return best.fit(without)
-    whole = best = tried(everything)
-    left = {name for name in whole.dims if name != "batch"}
-    kept, out = everything, list[Value]()
-    while best.check.error > (GOOD_ERROR if best is whole else EXACT_ERROR):
-        found: list[tuple[_Choice, Value, list[int]]] = []
-        for name in sorted(left):
-            least = min(sizes[i][name] for i in kept)
-            rest = larger(kept, name, least)
-            if len(rest) >= fewest:
-                found.append((tried(rest), (name, least), rest))
-        if not found:
-            break
-        choice, value, rest = min(found, key=lambda each: each[0].check.error)
-        if choice.check.error >= BETTER * best.check.error:
-            break
-        left.discard(value[0])
-        best, kept, out = choice, rest, [*out, value]
+            return best.fit(out)
+    whole = detailed(everything)
+    if whole.check.error <= GOOD_ERROR:
+        return whole.fit()
+    best, out = without_smallest(detailed)
     # One that is no more than usable has the least error of several; it is better than none.
     if best.check.error <= EXACT_ERROR or whole.check.error > USABLE_ERROR >= best.check.error:
         return best.fit(out)
@@ -197,6 +212,20 @@ class _Choice:
     local: LocalFit | None
     check: Check
 
+    def detailed(self) -> _Choice:
+        """With a basis for every column, where that is better."""
+        if self.check.error <= EXACT_ERROR or not may_be_surfaces(self.sizes):
+            return self
+        local = fit_locally(self.sizes, self.values, self.structure, self.dims, self.basis)
+        if local is None:
+            return self
+        truth = self.structure.summary(self.values)
+        error = largest_error(local.left_out, truth, self.structure, self.resident_bytes)
+        sure = error <= EXACT_ERROR or len(self.sizes) >= MANY_SIZES
+        if not sure or error >= BETTER * self.check.error:
+            return self
+        return replace(self, local=local, check=Check(error, range(len(self.sizes)), local.left_out))
+
     def fit(self, without: Sequence[Value] = ()) -> Fit:
         """The fit, if these values of sides were left out of its sizes."""
         design = self.basis.design(self.sizes)
@@ -205,7 +234,7 @@ class _Choice:
         sides = tuple(name for name in self.dims if name != "batch")
         return Fit(
             self.basis,
-            _solve(design, self.values),
+            _solve(design, self.values) if self.local is None else np.zeros((design.shape[1], 0)),
             self.check.error,
             len(self.sizes),
             {name: min(size[name] for size in self.sizes) for name in names},
@@ -221,9 +250,10 @@ class _Choice:
         )
 
 
-def _choice(
+def _outlined(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> _Choice:
+    """The basis that describes all columns best."""
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
     best, basis, truth = UNCHECKED, candidates[0], structure.summary(values)
@@ -234,19 +264,7 @@ def _choice(
             best, basis = check, candidate
         if check.error <= EXACT_ERROR:
             break
-    local = None
-    if best.error > EXACT_ERROR and may_be_surfaces(sizes):
-        local = fit_locally(sizes, values, structure, dims, basis)
-    if local is not None:
-        check = Check(
-            largest_error(local.left_out, truth, structure, resident_bytes), range(len(sizes)), local.left_out
-        )
-        sure = check.error <= EXACT_ERROR or len(sizes) >= MANY_SIZES
-        if sure and check.error < BETTER * best.error:
-            best = check
-        else:
-            local = None
-    return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, local, best)
+    return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, None, best)
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[int, ...]:

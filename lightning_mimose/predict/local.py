@@ -24,6 +24,8 @@ Floats = NDArray[np.float64]
 
 EXACT_SHARE = 1e-6
 """Share of a column's largest value by which an exact tiling may miss it."""
+FEWEST = 4
+"""Sizes that are needed to see whether single surfaces describe a column: a factor, a constant, and two to spare."""
 MANY = 0.2
 """Share of the columns that single surfaces have to describe: where they describe fewer, it is no pyramid."""
 MOST = 0.6
@@ -135,7 +137,7 @@ def fit_locally(
         None where too little follows from two sides like this.
     """
     sides = tuple(name for name in dims if name != "batch")
-    if not 1 <= len(sides) <= 2:
+    if not 1 <= len(sides) <= 2 or len(sizes) < FEWEST:
         return None
     sides = (sides[0], sides[-1])
     scale = EXACT_SHARE * np.maximum(np.abs(values).max(axis=0), 1.0)
@@ -147,12 +149,14 @@ def fit_locally(
     surfaces = Surfaces(sizes)
 
     for stem in STEMS:
-        steps = [cache(partial(all_solved, step, surfaces)) for step in tilings(sides, batch, stem)]
-        found, _ = _exact(steps[:1], targets[:, some], scale[some])
+        candidates = tilings(sides, batch, stem)
+        singles = cache(partial(all_solved, next(candidates), surfaces))
+        found, _ = _exact([singles], targets[:, some], scale[some])
         if sum(each is not None for each in found) >= MANY * len(some):
             break
     else:
         return None
+    steps = [singles, *(cache(partial(all_solved, tiled, surfaces)) for tiled in candidates)]
     chosen, rivals = _exact(steps, targets, scale)
     if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
         return None

@@ -81,10 +81,10 @@ def all_solved(bases: Sequence[Design], surfaces: Surfaces) -> list[Solved]:
     """Those that the sizes determine, with two to spare; all of them have equally many features."""
     if not bases:
         return []
-    every = designs_of(bases, surfaces)
-    _, sizes, features = every.shape
+    _, sizes, features = designs_of(bases[:1], surfaces).shape
     if sizes < features + 2:
         return []
+    every = designs_of(bases, surfaces)
     scales = np.abs(every).max(axis=1)
     whole = np.flatnonzero(scales.all(axis=1))
     scales, rows = scales[whole], every[whole] / scales[whole, None]

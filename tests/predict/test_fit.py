@@ -113,8 +113,8 @@ def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) 
     first = best_fit(*rows(sides, small=16), 0)
     assert first.without == (("side", 16),)
     made: list[int] = []
-    choice = fit._choice
-    monkeypatch.setattr(fit, "_choice", lambda sizes, *rest: made.append(len(sizes)) or choice(sizes, *rest))
+    outlined = fit._outlined
+    monkeypatch.setattr(fit, "_outlined", lambda sizes, *rest: made.append(len(sizes)) or outlined(sizes, *rest))
     again = best_fit(*rows((*sides, 40), small=16), 0, first.without)
     assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
     made.clear()
