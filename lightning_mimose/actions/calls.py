@@ -65,6 +65,7 @@ class _Calls:
             session.unsplit.add(unit.name)
         if self._may_be_lean():
             session.untried.add(unit.name)
+        session.unproven.add(unit.name)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stops = self._session.stops
@@ -80,6 +81,7 @@ class _Calls:
             session.passes_by(name)
             return original(*args, **kwargs)
         if session.trial is not None:
+            session.unproven.discard(name)
             return session.trial.nested(name, self._state, original, args, kwargs)
         if session.watch is not None:
             session.watch.enters(name, args, kwargs)
@@ -166,8 +168,10 @@ class _Calls:
         elif unrepeatable:
             session.refuse({name: f"it is given a {unrepeatable}"})
         elif session.proves and not self._state.known():
+            session.compared = True  # a planned step holds more than was planned
             with session.aside():
                 session.refuse(prove(self._candidate(args, kwargs), watch=not self._compiled))
+        session.unproven.discard(name)
         if name in session.refused:
             return False
         if name in session.tries:

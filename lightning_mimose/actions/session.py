@@ -49,6 +49,8 @@ class Session:
         lean: Whether lean saves may be planned, so that recomputations are surveyed for them.
         tries: Units for which this step has the memory to try recipes beside it.
         untried: Units whose recipes were not tried yet: none of them is kept lean before.
+        unproven: Units that were not proven yet, as all are where a run goes on from a checkpoint; none after a
+            sheltered step.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         different: Unit -> the operations whose results it was.
@@ -89,6 +91,7 @@ class Session:
     lean: bool = False
     tries: set[str] = field(default_factory=set)
     untried: set[str] = field(default_factory=set)
+    unproven: set[str] = field(default_factory=set)
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)

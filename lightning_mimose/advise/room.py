@@ -57,6 +57,38 @@ def room_to_try(
     return _beside(prediction, forecast.timeline_of(prediction, resident), forecast.shelter, room, split)
 
 
+def may_prove(
+    forecast: Forecast, size: BatchSize, resident: Resident, actions: Mapping[str, str], units: set[str]
+) -> bool:
+    """Whether units may run once more beside a planned step, with nothing kept of what they save.
+
+    Args:
+        forecast: What is known.
+        size: The batch's size.
+        resident: What is resident.
+        actions: Unit -> what it does in the step.
+        units: Those that are to be proven, for they act for the first time.
+    """
+    prediction = forecast.estimator.predict(dict(size.dims))
+    if prediction is None:
+        return False
+    structure, values = prediction.structure, prediction.values
+    timeline = forecast.timeline_of(prediction, resident)
+    number, position = structure.layout.in_forward
+
+    def reached(index: int, call: CallShape) -> int:
+        # Their own action spares nothing yet.
+        others = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
+        others.pop(call.unit, None)
+        inside = position[number == index]
+        kept = timeline.level_bytes(timeline.chosen(others))[inside].max() if inside.size else 0
+        takes = values[[call.given, structure.batch, call.returned, call.lean if call.lean >= 0 else call.working]]
+        return with_reserve(int(kept - values[call.working] + takes.sum()))
+
+    calls = [(i, call) for i, call in enumerate(structure.calls) if call.unit in units]
+    return all(reached(i, call) <= forecast.budget_bytes for i, call in calls)
+
+
 def _beside(
     prediction: Prediction,
     timeline: Timeline,

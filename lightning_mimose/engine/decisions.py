@@ -9,8 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.actions.session import Session
+from lightning_mimose.actions.session import REPEATING, Session
+from lightning_mimose.advise.advice import Advice
 from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.room import may_prove
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.attachment import Attachment
@@ -25,6 +27,7 @@ from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sharding import reshard, sharded_modules
+from lightning_mimose.sizes import BatchSize
 
 
 class Decisions:
@@ -122,8 +125,11 @@ class Decisions:
             advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)
         elif error is not None:
             raise error
+        elif self._session.unproven and not self._may_prove(size, resident, advice):
+            advice = Advice(None, None, False)
         if advice.plan is None:
             actions = advisor.shelter
+            self._session.unproven.clear()
         elif actions is None:
             actions = advisor.actions_of(advice.plan)
         known = resident_tensors(self._model, batch) if advice.plan is None else ()
@@ -140,3 +146,12 @@ class Decisions:
             known,
             unfilled_bytes=ledger.unfilled_bytes(),
         )
+
+    def _may_prove(self, size: BatchSize, resident: Resident, advice: Advice) -> bool:
+        """Whether units that act for the first time may be proven beside a step; if not, a sheltered one does that."""
+        if advice.plan is None:
+            return True
+        actions = self._advisor.actions_of(advice.plan)
+        units = {unit for unit, action in actions.items() if action in REPEATING} & self._session.unproven
+        may = not units or may_prove(self._advisor, size, resident, actions, units)
+        return may or not self._advisor.may_shelter(size, resident)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mimose import MimoseCallback, UnitsError
 from tests.helpers.fits import run, same
+from tests.helpers.meter import MeterCallback
 from tests.helpers.models import (
     Batch,
     Block,
@@ -348,9 +349,37 @@ def test_a_resumed_run(tmp_path: Path) -> None:
     torch.set_rng_state(state)
     quiet_trainer(again, max_epochs=2).fit(task, loader(few()), ckpt_path=tmp_path / "first.ckpt")
     assert same(task.state_dict(), plain.weights())
-    assert not any(record.sheltered for record in again.records)
+    assert not again.records[0].sheltered
+    assert sum(record.sheltered for record in again.records) <= 1  # where a unit is proven that has no room otherwise
     assert len(again.records) == 6
     assert saving(again) >= 4
+
+
+def test_a_resumed_run_proves_units_where_there_is_room(tmp_path: Path) -> None:
+    """What is recomputed for the first time runs beside the step: where that does not fit, beside a sheltered one."""
+    batches = [text_batch(4, 64, seed=seed) for seed in range(3)]
+    first = run(MimoseCallback("1GB"), data=batches)
+    first.trainer.save_checkpoint(tmp_path / "first.ckpt")
+    unit = "model.layers.2.mlp"
+
+    def resumed(budget: int | str) -> tuple[MimoseCallback, list[int]]:
+        callback = MimoseCallback(budget, planner=lambda *_: {unit: "recompute"})
+        meter = MeterCallback()
+        task = Task(TinyText())
+        quiet_trainer(meter, callback, max_epochs=2, limit_train_batches=1).fit(
+            task, loader(batches), ckpt_path=tmp_path / "first.ckpt"
+        )
+        return callback, meter.peaks
+
+    ample, peaks = resumed("1GB")
+    assert not any(record.sheltered for record in ample.records)
+    predicted = ample.records[0].predicted_peak_bytes
+    assert predicted is not None
+    assert peaks[0] > predicted + 8192
+    tight, peaks = resumed(predicted + 8192)
+    assert tight.records[0].sheltered
+    assert tight.budget_bytes is not None
+    assert peaks[0] <= tight.budget_bytes
 
 
 # --- what a training step does --------------------------------------------------------------------------------
