@@ -95,10 +95,8 @@ class Search:
         until: Of `time.perf_counter()`: when improvements end, however much they save.
     """
 
-    def __init__(
-        self, timeline: Timeline, structure: Structure, budget_bytes: int, until: float = float("inf")
-    ) -> None:
-        self.until = until
+    def __init__(self, timeline: Timeline, structure: Structure, budget_bytes: int) -> None:
+        self.until = float("inf")
         self.timeline = timeline
         self.structure = structure
         self.budget = budget_bytes
