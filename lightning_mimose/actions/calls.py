@@ -252,10 +252,14 @@ class _Calls:
         session.tries.discard(self._name)
         session.compared = session.news = True
         with session.aside():
-            lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
-            failure = self._candidate(args, kwargs, state).run(Trial(), lean=lean)
+            self._compare_recipes(self._candidate(args, kwargs, state))
+
+    def _compare_recipes(self, candidate: Candidate) -> None:
+        """Run a trial that compares them; when this returns, nothing is left of it."""
+        lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
+        failure = candidate.run(Trial(), lean=lean)
         if not failure:
-            session.untried.discard(self._name)
+            self._session.untried.discard(self._name)
         self._learn_from(lean)
 
     def _learn_from(self, saves: LeanSaves) -> None:
@@ -350,7 +354,9 @@ class _Calls:
         if recorder is not None:
             if not self._verdict.tells_apart:
                 leaves[:], originals = recorder.inputs.of(leaves)
-            survey = LeanSurvey(self._sites, state.buffers(), leaves) if self._may_be_lean() else None
+            survey: LeanSurvey | None = None
+            if self._may_be_lean():
+                survey = LeanSurvey(self._sites, state.buffers(), leaves, state.parameters())
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():
             held = state.buffers()

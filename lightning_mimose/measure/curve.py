@@ -127,7 +127,13 @@ class Curve:
             tuple(self._marks),
             tuple([Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]),
             tuple(
-                Piece(owner, piece.level_bytes + freed[owner], piece.peak_bytes + freed[owner], self._events.get(index))
+                Piece(
+                    owner,
+                    piece.level_bytes + freed[owner],
+                    piece.peak_bytes + freed[owner],
+                    self._events.get(index),
+                    None if piece.rest_bytes is None else piece.rest_bytes + freed[owner],
+                )
                 for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
                 if owner is not None
             ),

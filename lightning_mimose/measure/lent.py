@@ -77,8 +77,13 @@ def peaks_beside(trace: StepTrace, lends: Iterable[Lent]) -> dict[int, int]:
     marks = {piece.mark for piece in trace.pieces if piece.event in ends}
     peaks: dict[int, int] = {}
     gone = dict.fromkeys(marks, 0)
-    for piece in trace.pieces:
-        if piece.mark in marks:
-            gone[piece.mark] += 0 if piece.event is None else ends.get(piece.event, 0)
-            peaks[piece.mark] = max(peaks.get(piece.mark, piece.peak_bytes), piece.peak_bytes + gone[piece.mark])
+    for index, piece in enumerate(trace.pieces):
+        if piece.mark not in marks:
+            continue
+        peak = piece.peak_bytes + gone[piece.mark]
+        if piece.event in ends:
+            before = gone[piece.mark]
+            gone[piece.mark] += ends[piece.event]
+            peak = max(piece.level_bytes + before, trace.reached_without(index) + gone[piece.mark])
+        peaks[piece.mark] = max(peaks.get(piece.mark, peak), peak)
     return peaks

@@ -38,10 +38,12 @@ class Interval:
     Attributes:
         level_bytes: Live bytes at the mark that opens the interval.
         peak_bytes: Largest live bytes until the next mark (or the stop).
+        rest_bytes: Largest of them after the first memory went; None where none did, or a meter cannot tell.
     """
 
     level_bytes: int
     peak_bytes: int
+    rest_bytes: int | None = None
 
 
 class Meter(Protocol):
@@ -178,19 +180,23 @@ class ProfilerMeter:
         intervals: list[Interval] = []
         alive: dict[int, int] = {}
         level = opened = peak = 0
+        rest: int | None = None
         for event in sorted(_memory_and_marks(results.experimental_event_tree()), key=lambda e: e.start_time_ns):
             if event.name == _MARK:
-                intervals.append(Interval(opened, peak))
+                intervals.append(Interval(opened, peak, rest))
                 opened = peak = level
+                rest = None
                 continue
             fields = event.extra_fields
             if fields.alloc_size > 0:
                 alive[fields.ptr] = fields.alloc_size
                 level += fields.alloc_size
                 peak = max(peak, level)
-            else:
-                level -= alive.pop(fields.ptr, 0)
-        intervals.append(Interval(opened, peak))
+                rest = None if rest is None else max(rest, level)
+            elif fields.ptr in alive:
+                level -= alive.pop(fields.ptr)
+                rest = level if rest is None else rest
+        intervals.append(Interval(opened, peak, rest))
         return intervals[1:]
 
 
@@ -249,6 +255,7 @@ class DispatchMeter(ThreadedMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._level = self._opened = self._peak = 0
+        self._rest: int | None = None
         self._known: dict[int, int] = {}
         self._gathered: dict[int, torch.UntypedStorage] = {}
         self._intervals: list[Interval] = []
@@ -262,14 +269,15 @@ class DispatchMeter(ThreadedMode):
     def mark(self) -> None:
         """Close the current interval."""
         self._notice_emptied()
-        self._intervals.append(Interval(self._opened, self._peak))
+        self._intervals.append(Interval(self._opened, self._peak, self._rest))
         self._opened = self._peak = self._level
+        self._rest = None
 
     def hold(self, owner: object, nbytes: int) -> None:
         """Count what no operator returned."""
         self._known[id(owner)] = nbytes
         self._level += nbytes
-        self._peak = max(self._peak, self._level)
+        self._reached(self._level)
         weakref.finalize(owner, self._freed, id(owner))
 
     def stop(self) -> list[Interval]:
@@ -294,11 +302,17 @@ class DispatchMeter(ThreadedMode):
                 self._known[key] = storage.nbytes()
                 self._level += storage.nbytes()
                 weakref.finalize(storage, self._freed, key)
-        self._peak = max(self._peak, self._level + scratch)
+        self._reached(self._level + scratch)
         return out
 
+    def _reached(self, nbytes: int) -> None:
+        self._peak = max(self._peak, nbytes)
+        self._rest = None if self._rest is None else max(self._rest, nbytes)
+
     def _freed(self, key: int) -> None:
-        self._level -= self._known.pop(key, 0)
+        if key in self._known:
+            self._level -= self._known.pop(key)
+            self._rest = self._level if self._rest is None else self._rest
 
     def _notice_filled(self, tree: Any) -> None:
         for storage in storages_in(tree):

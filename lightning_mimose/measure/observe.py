@@ -71,7 +71,7 @@ def observe(
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
-    dropped = _dropped_per_interval([*regions, *without], saved, lends, len(trace.marks))
+    dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
     kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
     for index, peak in peaks_beside(trace, (lends[id(call)] for call in regions)).items():
         activation[index] = activation[index][0], peak - trace.marks[index].new_gradient_bytes
@@ -155,7 +155,9 @@ def observe(
                 if twin is None:
                     continue
                 start = activation[region.marks["again"]][0]
-                peak = activation[twin][1] - start
+                others = by_call[id(region)]
+                idle = region.idle_bytes(index, others.storages.keys() | others.held)
+                peak = activation[twin][1] - start - idle
                 entry = shapes[id(region)].entry
                 if id(region) in spared:
                     made = trace.marks[twin].new_gradient_bytes
@@ -266,12 +268,12 @@ def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, 
 
 
 def _dropped_per_interval(
-    regions: list[Call], saved: dict[int, int], lends: dict[int, Lent], count: int
+    regions: list[Call], by_call: dict[int, SavedBy], lends: dict[int, Lent], count: int
 ) -> NDArray[np.int64]:
-    """Bytes that would be alive besides at each mark had every region been kept."""
+    """Bytes that would be alive besides at each mark had every region been kept; less, where they save next to none."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
         out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
-        dropped[out:end] += saved[id(call)]
+        dropped[out:end] += sum(by_call[id(call)].only.values()) - RNG_STATE_BYTES
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped

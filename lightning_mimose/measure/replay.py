@@ -35,8 +35,8 @@ class Survey(Protocol):
     def recompute_run(self) -> AbstractContextManager[None]:
         """Entered around the run in backward."""
 
-    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
-        """Packs what is saved in backward by the region's own hook, and returns what stands for it."""
+    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], *, is_lost: bool = False) -> Any:
+        """Packs what is saved in backward by the region's own hook, and returns what stands for it; see `Call.lost`."""
 
     def returned(self, out: Any) -> None:
         """Shown what the run in backward returns, before it is over."""
@@ -89,7 +89,10 @@ class Replays:
 
     @contextmanager
     def packing(self, call: Call) -> Iterator[None]:
-        """Around a region's forward: what it would save is noted, in case that it never runs again."""
+        """Around a region's forward: what it would save is noted, and what of it goes before it returns.
+
+        The first in case that it never runs again.
+        """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if outer is None:
             yield
@@ -97,10 +100,15 @@ class Replays:
         pack_outer, unpack_outer = outer
 
         watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        slots: list[weakref.ref[_Slot]] = []
+        lost: dict[int, int] = {}
 
         def goes(_: Any, number: int) -> None:
             if number in watches:  # else it is over
                 self._curve.cut(call.key, IS_GONE, number)
+
+        def is_lost(_: Any, index: int) -> None:
+            lost[index] = self._curve.latest
 
         def pack(tensor: torch.Tensor) -> Any:
             for storage in self._saved_in(tensor):
@@ -108,13 +116,17 @@ class Replays:
                 if number not in call.packed:
                     call.packed[number] = storage.nbytes()
                     watches[number] = weakref.ref(storage, partial(goes, number=number))
-            return pack_outer(tensor)
+            slot = _Slot(pack_outer(tensor))
+            slots.append(weakref.ref(slot, partial(is_lost, index=len(slots))))
+            return slot
 
         try:
-            with saved_tensors_hooks(pack, unpack_outer):
+            with saved_tensors_hooks(pack, lambda slot: unpack_outer(slot.packed)):
                 yield
         finally:
             watches.clear()
+            slots.clear()
+            call.lost = lost
 
     @contextmanager
     def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
@@ -134,13 +146,18 @@ class Replays:
         slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
+            is_lost = len(slots) in call.lost
             if self._stack:
                 found = {self._storages.number(each): each.nbytes() for each in self._saved_in(tensor)}
-                self._stack[-1].saved.update(found)
+                if not is_lost:
+                    self._stack[-1].saved.update(found)
+                elif survey is not None:  # it looks at the graph, and so keeps all of it
+                    call.idle.extend((call.lost[len(slots)], *each) for each in found.items())
             for inner in self._stack:
                 total, besides = before[inner.key]
                 inner.flops, inner.besides = flops.total - total, flops.besides - besides
-            slot = _Slot(pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer))
+            packed = pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer, is_lost=is_lost)
+            slot = _Slot(packed)
             slots.append(weakref.ref(slot))
             return slot
 
@@ -202,11 +219,11 @@ class Replays:
 
 
 class _Slot:
-    """What the graph of a recomputation holds in place of a saved tensor.
+    """What the graph of a region holds in place of a saved tensor.
 
-    That graph has no backward of its own and goes at once, unless somebody keeps it: `FlopCounterMode` does, by hooks
-    on every module's tensors, and then the step would hold what all recomputations saved until its end. So under
-    somebody else's dispatch mode slots are emptied when the recomputation is over.
+    That of a recomputation has no backward of its own and goes at once, unless somebody keeps it: `FlopCounterMode`
+    does, by hooks on every module's tensors, and then the step would hold what all recomputations saved until its end.
+    So under somebody else's dispatch mode slots are emptied when the recomputation is over.
     """
 
     __slots__ = ("__weakref__", "packed")

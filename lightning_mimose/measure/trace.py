@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -33,6 +33,10 @@ class Call:
         inputs: Storage id -> bytes of the tensors it was given.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         packed: Storage id -> bytes of what the forward of a region would have saved.
+        lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when that
+            returned, for nothing leads to it from the result (the choice that a router makes) -> the interval in which
+            it went.
+        idle: (that interval, storage id, bytes) of such a one that is nevertheless there to the end of the recomputation.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.
         outputs: Storage ids of what it returned while everything was kept, in order.
@@ -60,6 +64,8 @@ class Call:
     inputs: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
+    lost: Mapping[int, int] = field(default_factory=dict)
+    idle: list[tuple[int, int, int]] = field(default_factory=list)
     cached_bytes: int = 0
     cached_until: int = 0
     outputs: list[int] = field(default_factory=list)
@@ -87,6 +93,17 @@ class Call:
     def is_unseen(self) -> bool:
         """Whether it is a region that never ran again, for its result was dropped."""
         return self.action == RECOMPUTE and "out" in self.marks and "again" not in self.marks
+
+    def idle_bytes(self, interval: int, held: Set[int]) -> int:
+        """What is idle in a region's recomputation at the point that an interval of its forward is at.
+
+        Args:
+            interval: That one.
+            held: Storages that are there for another reason.
+        """
+        later = {number for went, number, _ in self.idle if went >= interval}
+        idle = {number: size for went, number, size in self.idle if went < interval}
+        return sum(size for number, size in idle.items() if number not in later and number not in held)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -175,12 +192,14 @@ class Piece:
         level_bytes: Live bytes at its start, relative as in `Interval`.
         peak_bytes: Largest bytes in it.
         event: What opens it, if it is not the mark.
+        rest_bytes: Largest bytes in it after the first that went, where that is known.
     """
 
     mark: int
     level_bytes: int
     peak_bytes: int
     event: Event | None = None
+    rest_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +247,18 @@ class StepTrace:
         """Ends of what regions returned that cut an interval -> index of the piece that each opens."""
         opened = ((piece.event, index) for index, piece in enumerate(self.pieces))
         return {event: index for event, index in opened if event is not None and event[1] == IS_GONE}
+
+    def reached_without(self, index: int) -> int:
+        """Largest bytes in a piece after what opens it has gone: it is told right before, and is there at its start.
+
+        Where no meter has seen that, what is left at the piece's end is all that is known of it.
+        """
+        piece = self.pieces[index]
+        if piece.rest_bytes is not None:
+            return piece.rest_bytes
+        if piece.peak_bytes > piece.level_bytes or index + 1 == len(self.pieces):
+            return piece.peak_bytes
+        return self.pieces[index + 1].level_bytes
 
     @property
     def peak_bytes(self) -> int:

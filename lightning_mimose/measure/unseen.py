@@ -21,17 +21,12 @@ def peaks_kept(trace: StepTrace, region: Call) -> dict[int, int]:
     """
     peaks: dict[int, int] = {}
     gone = 0
-    pieces = trace.pieces
-    for index, piece in enumerate(pieces):
+    for index, piece in enumerate(trace.pieces):
         if not region.marks["in"] <= piece.mark < region.marks["out"]:
             continue
         peak = piece.peak_bytes + gone
         if piece.event is not None and piece.event[:2] == (region.key, IS_GONE):
-            nbytes = region.saved.get(piece.event[2], 0)
-            # It is told right before it goes, and so is there at the start of the piece, and never together with what
-            # comes after. Where that is no more, what is left at the end is all that is known of it.
-            later = piece.peak_bytes if piece.peak_bytes > piece.level_bytes else pieces[index + 1].level_bytes
-            gone += nbytes
-            peak = max(peak - piece.peak_bytes + piece.level_bytes, later + gone)
+            before, gone = gone, gone + region.saved.get(piece.event[2], 0)
+            peak = max(piece.level_bytes + before, trace.reached_without(index) + gone)
         peaks[piece.mark] = max(peaks.get(piece.mark, 0), peak)
     return peaks

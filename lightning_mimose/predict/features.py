@@ -19,6 +19,9 @@ _FINEST = (4, 2, 16, 24, 28, 32, 48, 56)
 """Pyramids of images halve their sides level by level and round up, or pad to whole windows: side multiples of the
 finest level (a stride, or patch times window) and of its doubles describe them."""
 
+BLOCKS = (1024, 512, 256, 128, 64, 32, 16, 8)
+"""What attention in windows or blocks pads sequences to: of those that describe what was seen, the largest."""
+
 EXACT = 1e-9
 """How far from a line, as a share of the largest, sizes may lie for the sake of arithmetic."""
 
@@ -181,6 +184,12 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
         rungs += [
             ((one, 1), *((surface, finest << k) for k in range(levels))) for levels in _LEVELS for finest in _FINEST
         ]
+    elif len(others) == 1:
+        # What is padded beside what is not.
+        padded, longest = monomial(*others), scales[others[0]]
+        blocks = [block for block in BLOCKS if block < longest]
+        rungs += [((one, 1), (padded, 1), (padded, block)) for block in blocks]
+        rungs += [((one, 1), (padded, 1), (padded, block), (monomial(*others * 2), block)) for block in blocks]
     if batch is not None:
         scaled = [((one, 1), *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.

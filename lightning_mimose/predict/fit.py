@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lightning_mimose.predict.checking import EXACT_ERROR, UNCHECKED, Check, doubtful, largest_error, left_out
-from lightning_mimose.predict.features import Basis, Relation, bases, may_be_surfaces, varying_dims
+from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
@@ -53,8 +53,8 @@ class Fit:
         leverage: The largest that any of the sizes has.
         local: What describes every column in a basis of its own, where that is better.
         sides: The dimensions that vary, but the batch.
-        grains: Where these are two (sides of images, as a rule): what they are multiples of in all sizes that were
-            seen, or in all but a few.
+        grains: What they are multiples of in all sizes that were seen, or in all but a few: of lengths of texts the
+            blocks that attention may pad to.
         without: Values of sides that were left out, and with them all that are as small: kernels work in another way
             there.
     """
@@ -245,7 +245,7 @@ class _Choice:
             float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
             self.local,
             sides,
-            _grains(self.sizes, sides) if len(sides) == 2 else (),
+            _grains(self.sizes, sides),
             tuple(without),
         )
 
@@ -268,9 +268,13 @@ def _outlined(
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[int, ...]:
-    """What the sides of all sizes are multiples of, or of all but a few."""
-    odd = {grain: sum(any(size[name] % grain for name in sides) for size in sizes) for grain in MULTIPLES}
-    return tuple(grain for grain, count in odd.items() if count <= FEW_ODD)
+    """What the sides of all sizes are multiples of, or of all but a few; of lengths of texts, whole blocks of all."""
+    surfaces = len(sides) == 2 or may_be_surfaces(sizes)
+    odd = {
+        grain: sum(any(size[name] % grain for name in sides) for size in sizes)
+        for grain in (MULTIPLES if surfaces else BLOCKS)
+    }
+    return tuple(grain for grain, count in odd.items() if count <= (FEW_ODD if surfaces else 0))
 
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

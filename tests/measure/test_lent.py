@@ -44,3 +44,13 @@ def test_what_two_calls_lent_ends_in_one_interval() -> None:
     lends = [Lent(True, 20, 2, frozenset({1}), one), Lent(True, 30, 2, frozenset({2}), other)]
     assert peaks_beside(trace(pieces), lends) == {1: max(100, 70 + 20, 65 + 20 + 30)}
     assert peaks_beside(trace(pieces), []) == {}
+
+
+def test_what_is_told_right_before_it_goes_is_not_there_twice() -> None:
+    """The piece that its end opens begins with it; what is reached in that piece afterwards is without it."""
+    one = ("a", IS_GONE, 1)
+    lends = [Lent(True, 30, 2, frozenset({1}), one)]
+    seen = (Piece(0, 0, 80), Piece(1, 60, 60), Piece(1, 60, 60, one, rest_bytes=45), Piece(2, 20, 60))
+    assert peaks_beside(trace(seen), lends) == {1: 45 + 30}
+    unseen = (Piece(0, 0, 80), Piece(1, 60, 60), Piece(1, 60, 60, one), Piece(2, 30, 60))
+    assert peaks_beside(trace(unseen), lends) == {1: 60}

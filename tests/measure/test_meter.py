@@ -57,7 +57,7 @@ def peak(meter: Meter, step: Callable[[], object]) -> int:
 
 @METERS
 def test_a_known_sequence_of_allocations_is_measured_to_the_byte(make: Callable[[], Meter]) -> None:
-    """Every mark opens an interval with the level at that moment and the peak until the next."""
+    """Every mark opens an interval with the level at that moment, and the peaks until the next and after a free."""
     meter = make()
     meter.start()
     a = block(10)
@@ -72,9 +72,9 @@ def test_a_known_sequence_of_allocations_is_measured_to_the_byte(make: Callable[
     intervals = meter.stop()
     assert intervals == [
         Interval(0, 10 * KIB),
-        Interval(10 * KIB, 40 * KIB),
-        Interval(10 * KIB, 10 * KIB),
-        Interval(5 * KIB, 5 * KIB),
+        Interval(10 * KIB, 40 * KIB, 10 * KIB),
+        Interval(10 * KIB, 10 * KIB, 5 * KIB),
+        Interval(5 * KIB, 5 * KIB, 0),
     ]
 
 
@@ -99,7 +99,7 @@ def test_the_profiler_meter_does_not_lower_the_curve_for_old_memory() -> None:
     meter.mark()
     b = block(1)
     del a, b
-    assert meter.stop() == [Interval(0, 10 * KIB), Interval(10 * KIB, 11 * KIB)]
+    assert meter.stop() == [Interval(0, 10 * KIB), Interval(10 * KIB, 11 * KIB, KIB)]
     assert not meter.sees_old_frees
 
 

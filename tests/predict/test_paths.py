@@ -127,7 +127,7 @@ def in_turns(steps: int) -> tuple[Estimator, list[Structure]]:
     tasks = [called(structure, "a"), called(structure, "b")]
     estimator = Estimator()
     for number in range(steps):
-        length = 16 + 8 * (number % 7)
+        length = 16 + 9 * (number % 7)
         estimator.add(size(length), tasks[number % 2], values * length * (1 + number % 2))
     return estimator, tasks
 
@@ -162,7 +162,7 @@ def strange() -> tuple[Estimator, Values]:
     """One path is known, and a planned step took another one."""
     structure, values = step(2)
     estimator = Estimator()
-    for length in (16, 24, 32, 40, 48):
+    for length in (16, 24, 33, 40, 48):
         estimator.add(size(length), structure, values * length)
     known = estimator.predict(size(50))
     assert known is not None
@@ -191,7 +191,7 @@ def test_a_path_that_was_waited_for_takes_the_place_of_its_part() -> None:
     """It came: as many sizes as a fit needs, and no more."""
     estimator, _ = strange()
     structure, values = step(3)
-    for length in (16, 24, 32, 40, 48):
+    for length in (16, 24, 33, 40, 48):
         estimator.add(size(length), structure, values * length)
     found = estimator.predict(size(50))
     assert found is not None
@@ -300,7 +300,7 @@ def test_a_part_of_a_path_is_no_path_of_its_own() -> None:
     long, short = step(3), step(2)
     assert short[0].path.is_part_of(long[0].path)
     estimator = Estimator()
-    for length in (16, 24, 32, 40, 48):
+    for length in (16, 24, 33, 40, 48):
         estimator.add(size(length), long[0], long[1] * length)
         estimator.add(size(length + 4), short[0], short[1] * length)
     found = estimator.predict(size(50))

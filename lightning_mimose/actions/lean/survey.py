@@ -8,7 +8,7 @@ backward asks for it (from then on it would be there again). Between them it is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -57,10 +57,17 @@ class LeanSurvey:
         sites: What is known about the unit's places.
         held: What somebody else keeps alive, see `LeanSaves`.
         given: See `LeanSaves`.
+        leaves: See `LeanSaves`.
     """
 
-    def __init__(self, sites: Sites, held: Iterable[Any] = (), given: Iterable[Any] = ()) -> None:
-        self._sites = sites
+    def __init__(
+        self,
+        sites: Sites,
+        held: Iterable[Any] = (),
+        given: Iterable[Any] = (),
+        leaves: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._sites, self._leaves = sites, leaves
         self._held, self._given = References(held), References(given)
         self._packs: list[_Found | None] = []
         self._found: list[_Found] = []
@@ -70,6 +77,9 @@ class LeanSurvey:
         self._watching = False
         self._saves: LeanSaves | None = None
         self._latest: _Found | None = None
+        self._is_lost = False
+        self._lost: Any = WeakIdKeyDictionary()
+        """Storages that only such parts of the graph saved as go before the forward returns."""
         self._used: set[int] = set()
 
     def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
@@ -105,7 +115,13 @@ class LeanSurvey:
         """Watch what is saved."""
         self._versions = {self._identify(each.untyped_storage()): each._version for each in _plain(self._given.live())}
         self._saves = LeanSaves(
-            self._sites, len(GRADES), self._told, applies=False, held=self._held.live(), given=self._given.live()
+            self._sites,
+            len(GRADES),
+            self._told,
+            applies=False,
+            leaves=self._leaves,
+            held=self._held.live(),
+            given=self._given.live(),
         )
         self._by_storage: Any = WeakIdKeyDictionary()
         self._surveyed: list[Surveyed] = []
@@ -125,11 +141,11 @@ class LeanSurvey:
                 found.handle = None
             self._saves = None
 
-    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
+    def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], *, is_lost: bool = False) -> Any:
         """See `Survey`."""
         if self._saves is None:
             return pack(tensor)
-        self._latest = None
+        self._latest, self._is_lost = None, is_lost
         handle = self._saves.pack(tensor)
         surveyed = Surveyed(pack(_alias(tensor)), handle.handle if isinstance(handle, Use) else handle)
         self._packs.append(self._latest)
@@ -138,6 +154,9 @@ class LeanSurvey:
 
     def _told(self, saved: Saved) -> None:
         """A tensor that may be worth a recipe was saved."""
+        if self._is_lost:
+            self._lost[saved.storage] = True
+            return
         found = self._by_storage.get(saved.storage)
         if found is None:
             found = self._by_storage[saved.storage] = _Found(self._identify(saved.storage), saved.storage.nbytes())
@@ -168,9 +187,14 @@ class LeanSurvey:
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
         temporary, work = _rebuilding(handle, own, also)
+        # What would be gone without the recipe that needs it.
+        sources = {source for source, _ in _sources(handle, 0, {})} if isinstance(handle, Recipe) else set()
+        needed = sum(s.nbytes() for s in sources if s in self._lost and s not in self._by_storage)
+        if found.nbytes <= held + needed:
+            return LeanItem(found.number, 0, 0, 0.0)
         return LeanItem(
             found.number,
-            found.nbytes - held,
+            found.nbytes - held - needed,
             handle.grade,
             work,
             temporary,
