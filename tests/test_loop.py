@@ -34,7 +34,7 @@ from tests.helpers.recording import model_loss, patched
 
 Make = Callable[[], nn.Module]
 LENGTHS = (40, 72, 24, 56, 64, 33, 48, 80, 100, 61, 90, 37)
-SIDES = (24, 40, 16, 32, 48, 20, 44, 28, 36, 46, 18, 32)
+SIDES = (24, 41, 17, 33, 48, 20, 44, 28, 36, 46, 18, 32)
 
 
 def batches_of(name: str, count: int = 12, batch: int = 8) -> list[Batch]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightning_mimose.measure.trace import IS_GONE, Call, Event, StepTrace
+from lightning_mimose.menu import RECOMPUTE
 
 
 class SavedBy(NamedTuple):
@@ -61,6 +62,9 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         return Lent(may_be, min(call.cached_bytes, saved.nbytes), call.cached_until, frozenset())
     nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
     until = min(call.gone[given] for given in returned.values())
+    if call.action != RECOMPUTE:
+        # Within a region nothing is cut: it is there for a part of that interval, and so is spared in none of it.
+        return Lent(may_be, nbytes, until + 1, frozenset(returned))
     found = Lent(may_be, nbytes, until, frozenset(returned))
     ends = [trace.ends.get((call.key, IS_GONE, given)) for given in returned.values()]
     first = min((index for index in ends if index is not None and trace.pieces[index].mark == until), default=None)

@@ -36,7 +36,7 @@ class Call:
         lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when that
             returned, for nothing leads to it from the result (the choice that a router makes) -> the interval in which
             it went.
-        idle: (that interval, storage id, bytes) of such a one that is nevertheless there to the end of the recomputation.
+        idle: (that interval, storage id, bytes) of such a one, which nevertheless stays to the recomputation's end.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.
         outputs: Storage ids of what it returned while everything was kept, in order.
