@@ -29,7 +29,8 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kernel = (func, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    if _clean.get(kernel, 0) >= TRIES or not _repeatable(func):
+    drawing = any(isinstance(leaf, torch.Generator) for leaf in leaves)
+    if _clean.get(kernel, 0) >= TRIES or drawing or not _repeatable(func):
         return 0
     key = (func, tuple(_describe(leaf) for leaf in leaves), torch.get_num_threads())
     if key not in _known:
@@ -44,10 +45,10 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _repeatable(func: Any) -> bool:
-    """Whether running it twice changes nothing: it draws no random numbers, writes to no argument, returns no view."""
+    """Whether running it twice changes nothing but the random state: it writes to no argument and returns no view."""
     schema = func._schema
     # Schemas outside aten do not always say what they write: DDP's all-reduce does not, and would run twice.
-    if func.namespace != "aten" or schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if func.namespace != "aten" or schema.is_mutable:
         return False
     return not any(value.alias_info is not None for value in schema.returns)
 
@@ -88,8 +89,13 @@ def _measure(func: Any, args: Any, kwargs: Any) -> int:
                     peak = max(peak, level)
         return max(0, peak - kept)
 
+    # Attention may draw random numbers, and has most scratch of all.
+    state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
             return pool.submit(run).result()
         except RuntimeError:
             return 0  # an operator that cannot be run alone is counted by its results
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)

@@ -14,6 +14,7 @@ from scipy.optimize import nnls
 from lightning_mimose.predict.checking import EXACT_ERROR, UNCHECKED, Check, doubtful, largest_error, left_out
 from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
+from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -57,6 +58,7 @@ class Fit:
             blocks that attention may pad to.
         without: Values of sides that were left out, and with them all that are as small: kernels work in another way
             there.
+        short: What is added to every column so that no moment of any of the sizes is predicted too low; 0 for none.
     """
 
     basis: Basis
@@ -73,11 +75,12 @@ class Fit:
     sides: tuple[str, ...] = ()
     grains: tuple[int, ...] = ()
     without: tuple[Value, ...] = ()
+    short: NDArray[np.float64] | float = 0.0
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
         values = self.basis.features(dims) @ self.coefficients if self.local is None else self.local.values_at(dims)
-        return np.maximum(values, 0.0)
+        return np.maximum(values, 0.0) + self.short
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
         """The error to expect at some size, as a share of its peak.
@@ -230,11 +233,13 @@ class _Choice:
         """The fit, if these values of sides were left out of its sizes."""
         design = self.basis.design(self.sizes)
         inverse = np.linalg.pinv(design.T @ design)
+        solved = _solve(design, self.values) if self.local is None else np.zeros((design.shape[1], 0))
+        short = shortfalls(self.structure, self.values - design @ solved) if self.local is None else 0.0
         names = self.sizes[0].keys()
         sides = tuple(name for name in self.dims if name != "batch")
         return Fit(
             self.basis,
-            _solve(design, self.values) if self.local is None else np.zeros((design.shape[1], 0)),
+            solved,
             self.check.error,
             len(self.sizes),
             {name: min(size[name] for size in self.sizes) for name in names},
@@ -247,6 +252,7 @@ class _Choice:
             sides,
             _grains(self.sizes, sides),
             tuple(without),
+            short,
         )
 
 

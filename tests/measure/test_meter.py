@@ -118,6 +118,21 @@ def test_both_meters_agree_on_a_new_size() -> None:
     assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_both_meters_agree_on_attention_whose_kernel_may_draw_random_numbers(dropout: float) -> None:
+    """Its scratch is a good part of what it takes; to look at it draws nothing that the training would draw."""
+    query, key = torch.randn(2, 2, 24, 16, requires_grad=True), torch.randn(2, 2, 84, 16)
+    drawn = []
+
+    def step() -> None:
+        torch.manual_seed(3)
+        attended = nn.functional.scaled_dot_product_attention(query, key, key, dropout_p=dropout)
+        drawn.append(torch.cat([attended.detach().flatten(), torch.rand(3)]))
+
+    assert peak(ProfilerMeter(), step) == peak(DispatchMeter(), step)
+    assert torch.equal(*drawn)
+
+
 def test_the_dispatch_meter_changes_no_result() -> None:
     """Running operators once more to learn their scratch draws no random number and writes no buffer."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
