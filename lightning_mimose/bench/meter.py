@@ -35,6 +35,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler
 from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_leaves
 
@@ -103,6 +105,18 @@ def meter_of(
     return meter if device.type == "cpu" else DeviceMeter(meter, device)
 
 
+class _MemoryProfile(profile):
+    """A session without operators: they are most of what is recorded, and here nobody asks for them."""
+
+    def _start_trace(self) -> None:
+        # As in torch, but for the scopes, which `profile` does not take.
+        self.entered = True
+        profiler._run_on_profiler_start()
+        enable: Any = torch._C._autograd._enable_profiler
+        enable(profile.config(self), self.kineto_activities, {RecordScope.USER_SCOPE})
+        self.profiling_start_time_ns = time.perf_counter_ns()
+
+
 class PeakMeter:
     """Measures the peak of the code in its `with` block.
 
@@ -131,7 +145,7 @@ class PeakMeter:
             weakref.finalize(storage, lambda address: self._freed.append((time.time_ns(), address)), address)
             for address, storage in gradients.items()
         ]
-        self._profile = profile(use_kineto=True, profile_memory=True)
+        self._profile: profile = _MemoryProfile(use_kineto=True, profile_memory=True)
 
     def __enter__(self) -> PeakMeter:
         """Starts the profiler's session."""

@@ -7,6 +7,7 @@ keeps its state per thread, so a profiler that the user is running sees nothing 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ _clean: dict[Any, int] = {}
 
 def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     """What an operator allocates at once besides its results, measured once per operator and input shapes."""
+    if not _repeatable(func):
+        return 0
     leaves = tree_leaves((args, kwargs))
     # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kernel = (func, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    drawing = any(isinstance(leaf, torch.Generator) for leaf in leaves)
-    if _clean.get(kernel, 0) >= TRIES or drawing or not _repeatable(func):
+    if _clean.get(kernel, 0) >= TRIES or any(isinstance(leaf, torch.Generator) for leaf in leaves):
         return 0
     key = (func, tuple(_describe(leaf) for leaf in leaves), torch.get_num_threads())
     if key not in _known:
@@ -44,6 +46,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     return _known[key]
 
 
+@cache
 def _repeatable(func: Any) -> bool:
     """Whether running it twice changes nothing but the random state: it writes to no argument and returns no view."""
     schema = func._schema

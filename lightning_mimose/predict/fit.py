@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,7 +59,8 @@ class Fit:
             blocks that attention may pad to.
         without: Values of sides that were left out, and with them all that are as small: kernels work in another way
             there.
-        short: What is added to every column so that no moment of any of the sizes is predicted too low; 0 for none.
+        short: What is added to every column so that no moment of any of the sizes is predicted lower than what was seen
+            by more than the error; 0 for none.
     """
 
     basis: Basis
@@ -233,8 +235,12 @@ class _Choice:
         """The fit, if these values of sides were left out of its sizes."""
         design = self.basis.design(self.sizes)
         inverse = np.linalg.pinv(design.T @ design)
-        solved = _solve(design, self.values) if self.local is None else np.zeros((design.shape[1], 0))
-        short = shortfalls(self.structure, self.values - design @ solved) if self.local is None else 0.0
+        solved, short = np.zeros((design.shape[1], 0)), np.zeros(self.structure.columns)
+        if self.local is None:
+            solved = _solve(design, self.values)
+            peaks = self.structure.summary(self.values)[:, 0] + self.resident_bytes
+            if isfinite(self.check.error):
+                short = shortfalls(self.structure, self.values - design @ solved, self.check.error * peaks)
         names = self.sizes[0].keys()
         sides = tuple(name for name in self.dims if name != "batch")
         return Fit(

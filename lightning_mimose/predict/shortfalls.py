@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.structure import Structure
 
 
-def shortfalls(structure: Structure, missing: NDArray[np.float64]) -> NDArray[np.float64]:
+def shortfalls(
+    structure: Structure, missing: NDArray[np.float64], covered_bytes: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """What has to be added to every column for no moment of the sizes that were seen to be predicted too low.
 
     What a position takes is the larger of several things in it, each of which follows a polynomial: where another one
@@ -17,6 +19,7 @@ def shortfalls(structure: Structure, missing: NDArray[np.float64]) -> NDArray[np
     Args:
         structure: What the columns are.
         missing: Shape (sizes, columns); what was seen, less what is predicted.
+        covered_bytes: Shape (sizes,); what plans leave free anyway, because the fit is not exact.
 
     Returns:
         Shape (columns,), bytes; zero but for columns that say what is alive at some moment.
@@ -34,5 +37,6 @@ def shortfalls(structure: Structure, missing: NDArray[np.float64]) -> NDArray[np
         (calls["before_backward"], calls["working"]),
         (calls["entry"][regions], calls["lean"][regions]),
     ):
-        np.maximum.at(found, moment, (padded[:, base] + padded[:, moment]).max(axis=0, initial=0.0))
+        missed = padded[:, base] + padded[:, moment] - covered_bytes[:, None]
+        np.maximum.at(found, moment, missed.max(axis=0, initial=0.0))
     return found

@@ -216,6 +216,15 @@ def test_the_profiler_meter_is_chosen_on_cpu() -> None:
     assert has_memory_counters(CPU)
 
 
+def test_the_profiler_meter_records_no_operators() -> None:
+    """They are most of what a session records, and what it costs."""
+    meter = ProfilerMeter()
+    assert peak(meter, conv_step()) > 0
+    results = meter._profile.kineto_results
+    assert results is not None
+    assert not [event.name() for event in results.events() if event.name().startswith("aten::")]
+
+
 def test_our_profiler_sessions_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     """Neither Kineto nor c10 writes a line, even if memory from before the session is freed in it."""
     old = [block(10) for _ in range(3)]

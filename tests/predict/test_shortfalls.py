@@ -66,4 +66,6 @@ def test_what_a_moment_is_measured_from_counts(steps: list[Observation]) -> None
     missing = np.zeros((2, structure.columns))
     missing[:, call.before_backward] = -100.0, 50.0
     missing[:, call.working] = 100.0, 20.0
-    assert shortfalls(structure, missing)[call.working] == 70.0
+    assert shortfalls(structure, missing, np.zeros(2))[call.working] == 70.0
+    assert shortfalls(structure, missing, np.array([0.0, 45.0]))[call.working] == 25.0, "what is left free is not added"
+    assert not shortfalls(structure, missing, np.array([0.0, 75.0])).any()
