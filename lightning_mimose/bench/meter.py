@@ -13,7 +13,7 @@ Use it around any code::
     print(meter.peak_bytes)
 
 or as the *first* callback of a `Trainer`, where it measures every batch from `on_train_batch_start` to
-`on_train_batch_end`. A profiled step is about a fifth slower: never time a metered run.
+`on_train_batch_end`. A profiled step is a tenth slower or more: never time a metered run.
 
 On CUDA it is what was resident plus how far the allocator's highest mark rose above where the step began.
 
