@@ -2,9 +2,9 @@
 
 A meter is started, marked at points of interest, and stopped; it returns one `Interval` per mark. On an
 accelerator the allocator's counters are read on the host, so measuring costs no synchronisation. On CPU torch
-has no such counter: the profiler's memory events are exact and cost about a tenth of the step, more where kernels have
-little to do. While a profiler
-of the user's own is running, which a nested one would silently empty, a dispatch mode counts instead.
+has no such counter: the profiler's memory events are exact and cost about a tenth of the step, more where
+kernels have little to do. While a profiler of the user's own is running, which a nested one would silently
+empty, a dispatch mode counts instead.
 """
 
 from __future__ import annotations
