@@ -48,14 +48,15 @@ def loose_shapes(
     ends = endings(trace, {number: size for number, (size, _) in inputs.items()})
     found = []
     for number, (size, calls) in inputs.items():
-        regions = [call.marks["backward"] for call in calls if call is region_of[id(call)] and "again" in call.marks]
+        regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
         let_go = trace.let_go.get(number)
         holders = sorted(calls, key=lambda call: -call.marks["backward"])
         found.append(
             LooseShape(
                 size=add(size),
                 holders=tuple(index[id(call)] for call in holders),
-                until_time=max(regions, default=-1),
+                until_time=max((call.marks["backward"] for call in regions), default=-1),
+                lasts_until=max((call.held_until for call in regions), default=-1),
                 since_time=None if let_go is None else min(let_go + 1, NEVER),
                 ending=add(ends.get(number, 0)),
                 outlives=number in trace.outlived,

@@ -68,6 +68,7 @@ def observe(
     by_call = _saved_by(trace.calls, region_of)
     saved = {key: each.nbytes for key, each in by_call.items()}
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
+    holding = _held_until(trace.calls, region_of)
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
@@ -127,6 +128,7 @@ def observe(
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
             rebuilding=rebuilding,
             lent_until=lends[id(call)].until,
+            held_until=holding[id(call)],
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )
     surveyed = [call for call in regions if call.items is not None and trace.pieces]
@@ -231,6 +233,17 @@ def _region(call: Call) -> Call:
     while around[-1].parent is not None:
         around.append(around[-1].parent)
     return next((outer for outer in reversed(around) if outer.action == RECOMPUTE), around[-1])
+
+
+def _held_until(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, int]:
+    """Until when calls hold what they are given if they are recomputed: regions do so themselves, parts go with theirs."""
+    found = {id(call): call.held_until for call in calls}
+    for call in calls:
+        around = call.parent
+        while around is not None and around is not region_of[id(call)]:
+            found[id(around)] = max(found[id(around)], call.held_until)
+            around = around.parent
+    return found
 
 
 def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]:

@@ -94,6 +94,15 @@ class Call:
         """Whether it is a region that never ran again, for its result was dropped."""
         return self.action == RECOMPUTE and "out" in self.marks and "again" not in self.marks
 
+    @property
+    def held_until(self) -> int:
+        """The last interval of a step in all of which a region that is recomputed has what it was given; -1 if none.
+
+        Its graph holds that until nothing of it is left. Where that is, is known of regions that were; of a part of one
+        it may be as late as the last backward in it.
+        """
+        return max(self.marks.get("backward", -1), self.marks.get("dropped", 0) - 1)
+
     def idle_bytes(self, interval: int, held: Set[int]) -> int:
         """What is idle in a region's recomputation at the point that an interval of its forward is at.
 

@@ -58,7 +58,7 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     base = np.append(levels(structure, value, resident)[2], resident.update_bytes)
     times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
     for number, nbytes, gone in mortal(structure, value, times, backward):
-        base -= np.where(gone & (times <= structure.loose[number].until_time), nbytes, 0)
+        base -= np.where(gone & (times <= structure.loose[number].lasts_until), nbytes, 0)
     return Timeline(
         units=structure.units,
         parents=structure.parents,
@@ -250,11 +250,11 @@ class Rows:
         shared = []
         for number, nbytes, gone in mortal(structure, self.value, when, backward):
             loose = structure.loose[number]
-            base -= np.where(gone & (when <= loose.until_time), nbytes, 0)
+            base -= np.where(gone & (when <= loose.lasts_until), nbytes, 0)
             holders: dict[int, NDArray[np.bool_]] = {}
-            for index in loose.holders:
+            for index in sorted(loose.holders, key=lambda i: -structure.calls[i].held_until):
                 for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):
-                    holders.setdefault(option, gone & (when <= structure.calls[index].end_time))
+                    holders.setdefault(option, gone & (when <= structure.calls[index].held_until))
             if holders:
                 shared.append(SharedHold(nbytes, tuple(holders), np.array(list(holders.values()))))
         return shared

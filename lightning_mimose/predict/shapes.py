@@ -60,6 +60,7 @@ class CallShape:
         rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
             made on the way to it; -1 if that was not looked at.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
+        held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
             part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
     """
@@ -83,6 +84,7 @@ class CallShape:
     lent: int = -1
     rebuilding: int = -1
     lent_until: int = field(default=0, compare=False)
+    held_until: int = field(default=-1, compare=False)
     kept_until: int = field(default=0, compare=False)
 
     @property
@@ -127,6 +129,8 @@ class LooseShape:
             no part of what makes two steps alike.
         ends_there: Whether that is so in every step, so that `ending` is of that interval; nor is this.
         outlives: Whether it was still there when backward was over; nor is this.
+        lasts_until: Until when what was measured has it in it for sure: a region holds what it was given until nothing
+            of its graph is left; nor is this.
     """
 
     size: int
@@ -136,6 +140,7 @@ class LooseShape:
     since_time: int | None = field(default=None, compare=False)
     ends_there: bool = field(default=True, compare=False)
     outlives: bool = field(default=False, compare=False)
+    lasts_until: int = field(default=-1, compare=False)
 
     @property
     def was_held(self) -> bool:
@@ -153,9 +158,10 @@ class LooseShape:
         outlives = self.outlives or other.outlives
         since = NEVER if NEVER in times else None if None in times else max(time for time in times if time is not None)
         ends_there = self.ends_there and other.ends_there and times[0] == times[1]
-        if (since, ends_there, outlives) == (self.since_time, self.ends_there, self.outlives):
+        lasts = min(self.lasts_until, other.lasts_until)
+        if (since, ends_there, outlives, lasts) == (self.since_time, self.ends_there, self.outlives, self.lasts_until):
             return self
-        return replace(self, since_time=since, ends_there=ends_there, outlives=outlives)
+        return replace(self, since_time=since, ends_there=ends_there, outlives=outlives, lasts_until=lasts)
 
 
 @dataclass(frozen=True)
