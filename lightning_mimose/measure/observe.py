@@ -236,7 +236,7 @@ def _region(call: Call) -> Call:
 
 
 def _held_until(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, int]:
-    """Until when calls hold what they are given if they are recomputed: regions do so themselves, parts go with theirs."""
+    """Until when recomputed calls hold what they are given: regions do so themselves, parts go with theirs."""
     found = {id(call): call.held_until for call in calls}
     for call in calls:
         around = call.parent

@@ -75,7 +75,7 @@ class Gate(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Mixes positions before anything saves one, as FNet does: what it is given is there only while it is recomputed."""
+    """Mixes positions before anything saves one, as FNet does: only a region holds what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
