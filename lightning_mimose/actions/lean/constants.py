@@ -159,7 +159,7 @@ _DROPOUTS: dict[Any, tuple[str, int, float]] = {
     functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
     functional.multi_head_attention_forward: ("dropout_p", 10, 0.0),
 }
-_NORMS = {functional.layer_norm, torch.layer_norm}
+_NORMS = {functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm}
 _SUMS = {
     torch.add: False,
     torch.Tensor.add: False,

@@ -42,6 +42,13 @@ class Node:
         data = getattr(data, "handle", data)  # of a use, or of a survey's stand-in
         return data if isinstance(data, Handle) and data.owner is self._values.owner else None
 
+    def field(self, name: str) -> Any:
+        """See `table.Node`."""
+        try:
+            return getattr(self.raw, f"_saved_{name}")
+        except AttributeError:
+            raise MissingError from None
+
     def edge(self, index: int) -> Handle:
         """See `table.Node`."""
         following = self.raw.next_functions

@@ -207,12 +207,18 @@ class _Event:
 
 @contextmanager
 def _clock(device: torch.device) -> Iterator[None]:
-    """On a CPU, lets the estimators time operations with a clock instead of CUDA's events."""
+    """On a CPU, lets the estimators time operations with a clock instead of an accelerator's events.
+
+    CUDA's own until torch 2.13, any accelerator's from 2.14 on.
+    """
     if device.type != "cpu":
         yield
         return
     nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
     with (
+        mock.patch.object(torch, "Event", _Event),
+        mock.patch.object(torch.accelerator, "current_stream", nothing),
+        mock.patch.object(torch.accelerator, "synchronize", nothing),
         mock.patch.object(torch.cuda, "Event", _Event),
         mock.patch.object(torch.cuda, "current_stream", nothing),
         mock.patch.object(torch.cuda, "synchronize", nothing),

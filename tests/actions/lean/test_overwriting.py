@@ -39,6 +39,9 @@ class _Node:
     def scores(self) -> None:
         return None
 
+    def field(self, name: str) -> object:
+        return getattr(self.raw, f"_saved_{name}")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 127, 255, 256, 511, 1000, 1025, 4099])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.lean.recipes.table import TABLE
+from lightning_mimose.actions.lean.recipes.table import TABLE, Entry
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.menu import ELEMENTWISE, EXPANSIONS, PRODUCTS
@@ -152,6 +152,28 @@ def test_what_was_dropped_is_rebuilt_bit_by_bit(name: str, dtype: torch.dtype) -
     below = Pass(function, given, grade - 1)
     assert below.alive == [True]
     assert same_bits(below.bits, plain.bits)
+
+
+def test_another_torch_may_not_save_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.14 has no more eps for group norm: whoever asks for one that is not there keeps the tensor."""
+    monkeypatch.setitem(TABLE, "GeluBackward0", Entry(ELEMENTWISE, lambda node: node.field("of another version")))
+    function, given = saved_once(CASES["GeluBackward0"]), inputs()
+    plain, lean = Pass(function, given, None), Pass(function, given, PRODUCTS)
+    assert lean.alive == [True]
+    assert same_bits(lean.bits, plain.bits)
+
+
+GROUP_NORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: functional.group_norm(x, 1, eps=0.7),
+    lambda x: torch.group_norm(x, 1, None, None, 0.7),
+    torch.nn.GroupNorm(47, 47, eps=0.7),
+]
+
+
+@pytest.mark.parametrize("number", range(len(GROUP_NORMS)))
+def test_the_eps_of_a_group_norm(number: int) -> None:
+    """Whichever way it is called, and by name or place."""
+    assert_lean(saved_once(lambda x, w, p, q: GROUP_NORMS[number](x)), inputs(), ELEMENTWISE)
 
 
 WITH_AUTOCAST = ["Gelu", "Silu", "Mul", "Add", "NativeLayerNorm", "Softmax", "Relu", "Mm", "Addmm", "Bmm", "UnsafeView"]

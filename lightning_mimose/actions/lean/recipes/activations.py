@@ -22,13 +22,13 @@ from lightning_mimose.actions.lean.recipes.table import (
 
 @recipe("GeluBackward0")
 def _gelu(node: Node) -> Made:
-    approximate = node.raw._saved_approximate
+    approximate = node.field("approximate")
     return Made(partial(functional.gelu, approximate=approximate), (node.saved("self"),), GELU, gives_away=True)
 
 
 def _of_saved_self(name: str, function: Callable[..., Tensor], *fields: str) -> None:
     def make(node: Node) -> Made:
-        arguments = [getattr(node.raw, f"_saved_{field}") for field in fields]
+        arguments = [node.field(field) for field in fields]
         return Made(lambda x: function(x, *arguments), (node.saved("self"),), HEAVY, gives_away=True)
 
     recipe(name)(make)
@@ -49,15 +49,14 @@ _of_saved_self("AbsBackward0", torch.abs)
 
 @recipe("EluBackward0")
 def _elu(node: Node) -> Made | None:
-    raw = node.raw
-    if raw._saved_scale != 1 or raw._saved_input_scale != 1:
+    if node.field("scale") != 1 or node.field("input_scale") != 1:
         return None
-    return Made(partial(functional.elu, alpha=raw._saved_alpha), (node.saved("self"),), HEAVY, gives_away=True)
+    return Made(partial(functional.elu, alpha=node.field("alpha")), (node.saved("self"),), HEAVY, gives_away=True)
 
 
 @recipe("GluBackward0")
 def _glu(node: Node) -> Made:
-    return Made(partial(functional.glu, dim=signed(node.raw._saved_dim)), (node.saved("self"),), HEAVY, gives_away=True)
+    return Made(partial(functional.glu, dim=signed(node.field("dim"))), (node.saved("self"),), HEAVY, gives_away=True)
 
 
 def _of_input(name: str, function: Callable[..., Tensor], work: float) -> None:

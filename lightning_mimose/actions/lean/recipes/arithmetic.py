@@ -32,7 +32,7 @@ def _div(node: Node) -> Made:
 
 @recipe("AddBackward0")
 def _add(node: Node) -> Made | None:
-    alpha, number, swapped = node.raw._saved_alpha, node.constant("operand"), node.constant("swapped")
+    alpha, number, swapped = node.field("alpha"), node.constant("operand"), node.constant("swapped")
     if number is None:
         return _sum(torch.add, alpha, node.edge(0), node.mask() or node.edge(1))
     if isinstance(number, Tensor):  # added to what has gradients: an attention mask
@@ -46,7 +46,7 @@ def _add(node: Node) -> Made | None:
 @recipe("SubBackward0")
 def _sub(node: Node) -> Made | None:
     number = node.constant("operand")
-    return _sum(torch.sub, node.raw._saved_alpha, node.edge(0), node.edge(1) if number is None else Number(number))
+    return _sum(torch.sub, node.field("alpha"), node.edge(0), node.edge(1) if number is None else Number(number))
 
 
 def _sum(function: Callable[..., Tensor], alpha: Any, one: Handle | None, other: Handle | None) -> Made:
@@ -55,12 +55,12 @@ def _sum(function: Callable[..., Tensor], alpha: Any, one: Handle | None, other:
 
 @recipe("RsubBackward0")
 def _rsub(node: Node) -> Made:
-    return Made(partial(torch.rsub, alpha=node.raw._saved_alpha), (node.edge(0), node.edge(1)), LIGHT)
+    return Made(partial(torch.rsub, alpha=node.field("alpha")), (node.edge(0), node.edge(1)), LIGHT)
 
 
 @recipe("RsubBackward1", needs_first=True)
 def _rsub_from_number(node: Node) -> Made | None:
-    alpha, number = node.raw._saved_alpha, node.constant("operand")
+    alpha, number = node.field("alpha"), node.constant("operand")
     if number is None:
         return None
     return Made(lambda x: torch.rsub(x, number, alpha=alpha), (node.edge(0),), LIGHT)
@@ -73,6 +73,6 @@ def _to(node: Node) -> Made:
 
 @recipe("MeanBackward1", needs_first=True)
 def _mean(node: Node) -> Made:
-    dims = [signed(dim) for dim in node.raw._saved_dim]
-    x, keepdim = node.edge(0), node.raw._saved_keepdim
+    dims = [signed(dim) for dim in node.field("dim")]
+    x, keepdim = node.edge(0), node.field("keepdim")
     return Made(lambda x: x.mean(dims, keepdim=keepdim), (x,), 0.0, LIGHT * prod(x.shape), gives_away=True)

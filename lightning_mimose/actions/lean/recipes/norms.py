@@ -22,7 +22,7 @@ def _layer_norm(node: Node) -> Made | None:
     eps = node.constant("eps")
     if eps is None:
         return None
-    shape = tuple(node.raw._saved_normalized_shape)
+    shape = tuple(node.field("normalized_shape"))
     weight, bias = node.saved("weight"), node.saved("bias")
     given = tuple(each for each in (weight, bias) if each is not None)
     if bias is not None and weight is None:
@@ -36,8 +36,10 @@ def _layer_norm(node: Node) -> Made | None:
 
 @recipe("NativeGroupNormBackward0")
 def _group_norm(node: Node) -> Made | None:
-    raw = node.raw
-    sizes = (raw._saved_N, raw._saved_C, raw._saved_HxW, raw._saved_group, raw._saved_eps)
+    eps = node.constant("eps")
+    if eps is None:
+        eps = node.field("eps")  # which nodes have no more from torch 2.14 on
+    sizes = (node.field("N"), node.field("C"), node.field("HxW"), node.field("group"), eps)
     weight = node.saved("weight")
     if weight is None:
         return Made(
@@ -54,9 +56,8 @@ def _group_norm(node: Node) -> Made | None:
 
 @recipe("NativeBatchNormBackward0")
 def _batch_norm(node: Node) -> Made | None:
-    raw = node.raw
-    eps, weight = raw._saved_eps, node.saved("weight")
-    if not raw._saved_training or weight is None:
+    eps, weight = node.field("eps"), node.saved("weight")
+    if not node.field("training") or weight is None:
         return None
     statistics = node.saved("result1"), node.saved("result2")
     return Made(

@@ -29,7 +29,7 @@ def _mm(node: Node) -> Made | None:
 
 @recipe("AddmmBackward0", grade=EXPANSIONS)
 def _addmm(node: Node) -> Made | None:
-    bias, alpha, beta = node.edge(0), node.raw._saved_alpha, node.raw._saved_beta
+    bias, alpha, beta = node.edge(0), node.field("alpha"), node.field("beta")
 
     def addmm(one: Tensor, other: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, one, other, beta=beta, alpha=alpha)
@@ -45,13 +45,12 @@ def _product(rebuild: Rebuild, node: Node, one: Handle | None, other: Handle | N
 
 @recipe("ConvolutionBackward0", grade=EXPANSIONS)
 def _convolution(node: Node) -> Made | None:
-    raw = node.raw
     x, weight = node.saved("input"), node.saved("weight")
-    if x is None or weight is None or not weight.shape or raw._saved_transposed:
+    if x is None or weight is None or not weight.shape or node.field("transposed"):
         return None
-    biases = [node.edge(2)] if any(raw._saved_bias_sym_sizes_opt or ()) else []
-    stride, padding, dilation = (list(getattr(raw, f"_saved_{n}")) for n in ("stride", "padding", "dilation"))
-    rest = (stride, padding, dilation, False, list(raw._saved_output_padding), raw._saved_groups)
+    biases = [node.edge(2)] if any(node.field("bias_sym_sizes_opt") or ()) else []
+    stride, padding, dilation = (list(node.field(n)) for n in ("stride", "padding", "dilation"))
+    rest = (stride, padding, dilation, False, list(node.field("output_padding")), node.field("groups"))
 
     def convolution(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
         return torch.convolution(x, weight, bias[0] if bias else None, *rest)

@@ -19,13 +19,13 @@ from lightning_mimose.menu import ATTENTION
 
 @recipe("SoftmaxBackward0", grade=ATTENTION)
 def _softmax(node: Node) -> Made:
-    dim = signed(node.raw._saved_dim)
+    dim = signed(node.field("dim"))
     return Made(partial(_soft, dim), (node.scores(),), SOFTMAX, takes_out=_by_rows(node, dim), gives_away=True)
 
 
 @recipe("SafeSoftmaxBackward0", grade=ATTENTION)
 def _safe_softmax(node: Node) -> Made:
-    dim = signed(node.raw._saved_dim)
+    dim = signed(node.field("dim"))
     return Made(partial(_safe, dim), (node.scores(),), SOFTMAX, takes_out=_by_rows(node, dim), gives_away=True)
 
 

@@ -34,9 +34,6 @@ class MissingError(Exception):
 class Node(Protocol):
     """One operation, as recipes see it."""
 
-    raw: Any
-    """Autograd's own node, for fields that are no tensors."""
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its result."""
@@ -51,6 +48,13 @@ class Node(Protocol):
 
     def saved(self, name: str) -> Handle | None:
         """What the node saved under a name, if it is ours."""
+
+    def field(self, name: str) -> Any:
+        """What it saved that is no tensor.
+
+        Raises:
+            MissingError: This version of torch does not save it.
+        """
 
     def edge(self, index: int) -> Handle:
         """The value that input `index` had.

@@ -27,7 +27,7 @@ def _expand(node: Node) -> Made:
 
 @recipe("TransposeBackward0", needs_first=True)
 def _transpose(node: Node) -> Made:
-    dims = signed(node.raw._saved_dim0), signed(node.raw._saved_dim1)
+    dims = signed(node.field("dim0")), signed(node.field("dim1"))
     return Made(lambda x: x.transpose(*dims), (node.edge(0),), VIEW)
 
 
@@ -38,21 +38,20 @@ def _t(node: Node) -> Made:
 
 @recipe("PermuteBackward0", needs_first=True)
 def _permute(node: Node) -> Made:
-    dims = [signed(dim) for dim in node.raw._saved_dims]
+    dims = [signed(dim) for dim in node.field("dims")]
     return Made(lambda x: x.permute(dims), (node.edge(0),), VIEW)
 
 
 @recipe("UnsqueezeBackward0", needs_first=True)
 def _unsqueeze(node: Node) -> Made:
-    dim = signed(node.raw._saved_dim)
+    dim = signed(node.field("dim"))
     return Made(lambda x: x.unsqueeze(dim), (node.edge(0),), VIEW, gives_away=True)
 
 
 @recipe("SliceBackward0", needs_first=True)
 def _slice(node: Node) -> Made:
-    raw = node.raw
-    window = slice(signed(raw._saved_start), signed(raw._saved_end), raw._saved_step)
-    dim = signed(raw._saved_dim)
+    window = slice(signed(node.field("start")), signed(node.field("end")), node.field("step"))
+    dim = signed(node.field("dim"))
 
     def cut(x: Tensor) -> Tensor:
         out: Tensor = torch.ops.aten.slice.Tensor(x, dim, window.start, window.stop, window.step)
