@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
@@ -14,7 +14,7 @@ from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 12
+STATE_VERSION = 13
 
 
 class Student(Forecast):
@@ -87,7 +87,7 @@ class Student(Forecast):
         return waits
 
     def learn_inputs(
-        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Collection[str] | None]
+        self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Sequence[str | None]]
     ) -> bool:
         """Learn from a planned step's forward which inputs live longer than sheltered ones have shown.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -58,7 +58,7 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
 
-    def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Collection[str] | None]) -> bool:
+    def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
         return self._advisor.learn_inputs(step.size, self._session.actions, fates)
 

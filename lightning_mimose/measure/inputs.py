@@ -27,7 +27,7 @@ class InputWatch:
         >>> del mask
         >>> watch.enters("head", (torch.ones(2),), {})
         >>> {tuple(sorted(holders)): last for holders, last in watch.fates().items()}
-        {('block', 'block#1'): {'block#1'}, ('head',): {'head'}}
+        {('block', 'block#1'): ['block#1'], ('head',): ['head']}
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -52,20 +52,14 @@ class InputWatch:
             if number not in self._alive:
                 self._alive[number] = weakref.ref(storage, partial(_note_end, self._last, self._begun, number))
 
-    def fates(self) -> dict[frozenset[str], set[str] | None]:
-        """Backward is about to begin: calls given a storage -> those that had begun last when such storages died.
+    def fates(self) -> dict[frozenset[str], list[str | None]]:
+        """Calls -> of each storage that just these were given, in order, which call had begun last when it died.
 
-        None where one of them is still alive.
+        None for one that is still alive; to be asked when backward is about to begin.
         """
-        found: dict[frozenset[str], set[str] | None] = {}
+        found: dict[frozenset[str], list[str | None]] = {}
         for number, calls in self._given.items():
-            holders = frozenset(calls)
-            before = found.setdefault(holders, set())
-            last = self._last.get(number)
-            if last is None:
-                found[holders] = None
-            elif before is not None:
-                before.add(last)
+            found.setdefault(frozenset(calls), []).append(self._last.get(number))
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_mimose.measure.trace import IS_GONE, Call, Event, StepTrace
@@ -72,22 +72,30 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
     return found if end is None else found._replace(until=until + 1, end=end)
 
 
-def peaks_beside(trace: StepTrace, lends: Iterable[Lent]) -> dict[int, int]:
-    """Peaks of the intervals in which something lent ends, as if all of it were there to their end.
+def pieces_beside(trace: StepTrace, lends: Iterable[Lent]) -> list[int]:
+    """Peaks of all pieces, as if everything lent that ends in an interval were there to the interval's end.
 
     So that it can be taken off the whole interval; relative as in `Interval`.
     """
     ends = {each.end: each.nbytes for each in lends if each.end is not None}
+    gone: dict[int, int] = {}
+    peaks = []
+    for index, piece in enumerate(trace.pieces):
+        before = gone.get(piece.mark, 0)
+        peak = piece.peak_bytes + before
+        if piece.event in ends:
+            gone[piece.mark] = before + ends[piece.event]
+            peak = max(piece.level_bytes + before, trace.reached_without(index) + gone[piece.mark])
+        peaks.append(peak)
+    return peaks
+
+
+def peaks_beside(trace: StepTrace, lends: Sequence[Lent], pieces: Sequence[int]) -> dict[int, int]:
+    """Peaks of the intervals in which something lent ends: of their pieces, see `pieces_beside`."""
+    ends = {each.end for each in lends if each.end is not None}
     marks = {piece.mark for piece in trace.pieces if piece.event in ends}
     peaks: dict[int, int] = {}
-    gone = dict.fromkeys(marks, 0)
-    for index, piece in enumerate(trace.pieces):
-        if piece.mark not in marks:
-            continue
-        peak = piece.peak_bytes + gone[piece.mark]
-        if piece.event in ends:
-            before = gone[piece.mark]
-            gone[piece.mark] += ends[piece.event]
-            peak = max(piece.level_bytes + before, trace.reached_without(index) + gone[piece.mark])
-        peaks[piece.mark] = max(peaks.get(piece.mark, peak), peak)
+    for piece, peak in zip(trace.pieces, pieces, strict=True):
+        if piece.mark in marks:
+            peaks[piece.mark] = max(peaks.get(piece.mark, peak), peak)
     return peaks

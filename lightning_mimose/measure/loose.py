@@ -28,11 +28,21 @@ def loose_inputs(trace: StepTrace) -> dict[int, tuple[int, list[Call]]]:
     return found
 
 
+def _given(trace: StepTrace, index: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Storage id -> indices of all calls that were given it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for call in trace.calls:
+        for number in call.inputs:
+            found[number] = (*found.get(number, ()), index[id(call)])
+    return found
+
+
 def loose_shapes(
     trace: StepTrace,
     inputs: Mapping[int, tuple[int, Sequence[Call]]],
     region_of: Mapping[int, Call],
     order: Sequence[int],
+    pieces: Sequence[int],
     add: Callable[[float], int],
 ) -> tuple[LooseShape, ...]:
     """What becomes of them.
@@ -42,10 +52,15 @@ def loose_shapes(
         inputs: See `loose_inputs`.
         region_of: Identity of a call -> the region that it is in.
         order: Identities of all calls.
+        pieces: Peaks of the trace's pieces, see `endings`.
         add: Adds a column, and returns its index.
     """
     index = {identity: i for i, identity in enumerate(order)}
-    ends = endings(trace, {number: size for number, (size, _) in inputs.items()})
+    ends = endings(trace, {number: size for number, (size, _) in inputs.items()}, pieces)
+    given = _given(trace, index)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, to in given.items():
+        alike.setdefault(to, []).append(number)
     found = []
     for number, (size, calls) in inputs.items():
         regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
@@ -60,12 +75,15 @@ def loose_shapes(
                 since_time=None if let_go is None else min(let_go + 1, NEVER),
                 ending=add(ends.get(number, 0)),
                 outlives=number in trace.outlived,
+                given=given[number],
+                rank=alike[given[number]].index(number),
+                alike=len(alike[given[number]]),
             )
         )
     return tuple(found)
 
 
-def endings(trace: StepTrace, sizes: Mapping[int, int]) -> dict[int, int]:
+def endings(trace: StepTrace, sizes: Mapping[int, int], pieces: Sequence[int]) -> dict[int, int]:
     """By how much intervals would be lower if regions did not hold what others let go of within them.
 
     Nothing, if memory was highest before; the whole size, if it is after that, too.
@@ -73,17 +91,19 @@ def endings(trace: StepTrace, sizes: Mapping[int, int]) -> dict[int, int]:
     Args:
         trace: The recorded step.
         sizes: Storage id -> bytes of what regions hold.
+        pieces: Peaks of the trace's pieces, as they would be had every region been kept: where what one of them saves
+            is gone before, since it ran again, memory was highest at another moment than it would be.
 
     Returns:
         Storage id -> bytes, for those of which the moment is known; together, in the order of these.
     """
     cuts: dict[int, list[tuple[int, int]]] = {}
     peaks: dict[int, list[int]] = {}  # of the pieces of every interval
-    for piece in trace.pieces:
+    for piece, peak in zip(trace.pieces, pieces, strict=True):
         within = peaks.setdefault(piece.mark, [])
         if piece.event is not None and piece.event[1] == LET_GO and piece.event[2] in sizes:
             cuts.setdefault(piece.mark, []).append((len(within), piece.event[2]))
-        within.append(piece.peak_bytes)
+        within.append(peak)
     found = {}
     for mark, ends in cuts.items():
         within = peaks[mark]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.handing import handing_shapes, handings
-from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
+from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
 from lightning_mimose.measure.loose import loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import Call, StepTrace
@@ -74,7 +74,9 @@ def observe(
     without = [call for call in outermost if call.is_unseen]
     dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
     kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
-    for index, peak in peaks_beside(trace, (lends[id(call)] for call in regions)).items():
+    ending = [lends[id(call)] for call in regions]
+    pieces = pieces_beside(trace, ending)
+    for index, peak in peaks_beside(trace, ending, pieces).items():
         activation[index] = activation[index][0], peak - trace.marks[index].new_gradient_bytes
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
@@ -195,7 +197,7 @@ def observe(
         )
     units = tuple(dict.fromkeys(call.unit for call in trace.calls))
     inputs = loose_inputs(trace)
-    loose = loose_shapes(trace, inputs, region_of, list(shapes), columns.add)
+    loose = loose_shapes(trace, inputs, region_of, list(shapes), pieces, columns.add)
     place = {number: i for i, number in enumerate(inputs)}
     structure = Structure(
         units=units,

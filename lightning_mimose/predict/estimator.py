@@ -9,7 +9,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -158,7 +158,7 @@ class Estimator:
         return self._observed[structure]
 
     def refine(
-        self, structure: Structure, fates: Mapping[frozenset[str], Collection[str] | None], acting: Collection[str]
+        self, structure: Structure, fates: Mapping[frozenset[str], Sequence[str | None]], acting: Collection[str]
     ) -> bool:
         """Learn from a planned step which inputs live longer, see `Structure.contradicted`; whether there are any."""
         refined = structure.contradicted(fates, acting)

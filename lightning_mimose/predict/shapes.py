@@ -131,6 +131,9 @@ class LooseShape:
         outlives: Whether it was still there when backward was over; nor is this.
         lasts_until: Until when what was measured has it in it for sure: a region holds what it was given until nothing
             of its graph is left; nor is this.
+        given: Indices of all calls that were given it; nor is this.
+        rank: Which of the storages that were given to just these it is, saved ones included; nor is this.
+        alike: How many of those there are; nor is this.
     """
 
     size: int
@@ -141,6 +144,9 @@ class LooseShape:
     ends_there: bool = field(default=True, compare=False)
     outlives: bool = field(default=False, compare=False)
     lasts_until: int = field(default=-1, compare=False)
+    given: tuple[int, ...] = field(default=(), compare=False)
+    rank: int = field(default=0, compare=False)
+    alike: int = field(default=0, compare=False)
 
     @property
     def was_held(self) -> bool:

@@ -8,7 +8,7 @@ in the measured step: a call lives from its `in` to its `out` in forward, and it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -64,7 +64,10 @@ class Structure:
             parents=tuple(data["parents"]),
             calls=tuple(CallShape(**call) for call in data["calls"]),
             positions=tuple(Position(**position) for position in data["positions"]),
-            loose=tuple(LooseShape(**{**loose, "holders": tuple(loose["holders"])}) for loose in data["loose"]),
+            loose=tuple(
+                LooseShape(**{**loose, **{name: tuple(loose[name]) for name in ("holders", "given")}})
+                for loose in data["loose"]
+            ),
             batch=data["batch"],
             columns=data["columns"],
             old_gradient_bytes=data.get("old_gradient_bytes"),
@@ -113,7 +116,7 @@ class Structure:
         return found
 
     def contradicted(
-        self, fates: Mapping[frozenset[str], Collection[str] | None], acting: Collection[str]
+        self, fates: Mapping[frozenset[str], Sequence[str | None]], acting: Collection[str]
     ) -> Structure | None:
         """The same with the inputs that a planned step has shown to live longer; None if there are none.
 
@@ -125,13 +128,15 @@ class Structure:
         around = tuple(f"{unit}." for unit in acting)
         for number, each in enumerate(self.loose):
             holders = [self.calls[index] for index in each.holders]
-            keys = frozenset(call.key for call in holders)
+            keys = frozenset(self.calls[index].key for index in each.given)
             if not each.was_held or each.since_time is None or each.lasts or keys not in fates:
                 continue
             if any(f"{call.unit}.".startswith(around) for call in holders):
                 continue
             last = fates[keys]
-            if last is None:
+            if len(last) == each.alike:  # else nobody knows which of them it is
+                last = last[each.rank : each.rank + 1]
+            if None in last:
                 loose[number] = replace(each, since_time=NEVER)
             elif any(call.key in last and call.in_time >= each.since_time for call in self.calls):
                 loose[number] = replace(each, since_time=None)

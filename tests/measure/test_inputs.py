@@ -8,7 +8,7 @@ from lightning_mimose.measure.inputs import InputWatch
 
 
 def test_inputs_are_told_by_their_calls_and_the_last_call_before_their_end() -> None:
-    """One that lives speaks for all that the same calls were given; parameters and the batch are nobody's input."""
+    """One after the other where the same calls were given several; parameters and the batch are nobody's input."""
     weight, batch = torch.ones(2), torch.ones(3)
     watch = InputWatch([weight, batch])
     mask, twin, kept = torch.ones(4), torch.ones(4), torch.ones(5)
@@ -18,5 +18,5 @@ def test_inputs_are_told_by_their_calls_and_the_last_call_before_their_end() -> 
     watch.enters("c", (kept,), {})
     del twin
     watch.enters("c", (torch.ones(1),), {})
-    assert watch.fates() == {frozenset({"a", "b"}): {"b", "c"}, frozenset({"c"}): None, frozenset({"c#1"}): {"c#1"}}
+    assert watch.fates() == {frozenset({"a", "b"}): ["b", "c"], frozenset({"c"}): [None], frozenset({"c#1"}): ["c#1"]}
     assert kept.shape == (5,)

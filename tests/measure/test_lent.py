@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside
+from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
 from lightning_mimose.measure.meter import Interval
 from lightning_mimose.measure.trace import IS_GONE, Call, Mark, Piece, StepTrace
 
@@ -37,13 +37,18 @@ def test_what_somebody_else_holds_until_backward_is_not_lent() -> None:
     assert lent(step, returning(), held)[:2] == (True, 0)
 
 
+def beside(step: StepTrace, lends: list[Lent]) -> dict[int, int]:
+    """The peaks of the intervals in which they end."""
+    return peaks_beside(step, lends, pieces_beside(step, lends))
+
+
 def test_what_two_calls_lent_ends_in_one_interval() -> None:
     """Its peak counts as if both were there to its end, so that both can be taken off it."""
     one, other = ("a", IS_GONE, 1), ("b", IS_GONE, 2)
     pieces = (Piece(0, 0, 80), Piece(1, 60, 100), Piece(1, 60, 70, one), Piece(1, 60, 65, other), Piece(2, 20, 60))
     lends = [Lent(True, 20, 2, frozenset({1}), one), Lent(True, 30, 2, frozenset({2}), other)]
-    assert peaks_beside(trace(pieces), lends) == {1: max(100, 70 + 20, 65 + 20 + 30)}
-    assert peaks_beside(trace(pieces), []) == {}
+    assert beside(trace(pieces), lends) == {1: max(100, 70 + 20, 65 + 20 + 30)}
+    assert beside(trace(pieces), []) == {}
 
 
 def test_what_is_told_right_before_it_goes_is_not_there_twice() -> None:
@@ -51,6 +56,6 @@ def test_what_is_told_right_before_it_goes_is_not_there_twice() -> None:
     one = ("a", IS_GONE, 1)
     lends = [Lent(True, 30, 2, frozenset({1}), one)]
     seen = (Piece(0, 0, 80), Piece(1, 60, 60), Piece(1, 60, 60, one, rest_bytes=45), Piece(2, 20, 60))
-    assert peaks_beside(trace(seen), lends) == {1: 45 + 30}
+    assert beside(trace(seen), lends) == {1: 45 + 30}
     unseen = (Piece(0, 0, 80), Piece(1, 60, 60), Piece(1, 60, 60, one), Piece(2, 30, 60))
-    assert peaks_beside(trace(unseen), lends) == {1: 60}
+    assert beside(trace(unseen), lends) == {1: 60}

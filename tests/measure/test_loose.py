@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.measure.lent import Lent, pieces_beside
 from lightning_mimose.measure.loose import endings
 from lightning_mimose.measure.meter import Interval
 from lightning_mimose.measure.observe import observe
-from lightning_mimose.measure.trace import LET_GO, Mark, Piece, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, StepTrace
 from lightning_mimose.predict.shapes import NEVER, LooseShape
 from tests.helpers.recording import recorded
 
@@ -22,20 +23,34 @@ def cut(*pieces: tuple[int, int | None]) -> StepTrace:
     return StepTrace((), (Mark("step", "start", 0, 0),), (Interval(0, max(peak for peak, _ in pieces)),), pieces=found)
 
 
+def ended(trace: StepTrace, sizes: dict[int, int], *lends: Lent) -> dict[int, int]:
+    """By how much the interval would be lower without them."""
+    return endings(trace, sizes, pieces_beside(trace, lends))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "lower"), [(100, 120, 20), (100, 110, 10), (100, 90, 0), (100, 200, 20), (0, 10, 10)]
 )
 def test_an_interval_is_lower_only_where_memory_was_highest_after_the_end(before: int, after: int, lower: int) -> None:
     """By the whole size at most."""
-    assert endings(cut((before, None), (after, 1)), {1: 20}) == {1: lower}
+    assert ended(cut((before, None), (after, 1)), {1: 20}) == {1: lower}
 
 
 def test_ends_within_one_interval_add_up() -> None:
     """To what it is without all of them."""
     trace = cut((100, None), (110, 1), (120, 2), (118, None))
-    assert endings(trace, {1: 20, 2: 30}) == {1: 20, 2: 0}
-    assert endings(trace, {2: 30}) == {2: 10}
-    assert endings(trace, {}) == {}
+    assert ended(trace, {1: 20, 2: 30}) == {1: 20, 2: 0}
+    assert ended(trace, {2: 30}) == {2: 10}
+    assert ended(trace, {}) == {}
+
+
+def test_an_interval_counts_as_if_everything_had_been_kept() -> None:
+    """In a sheltered step what a block returned and would save is gone at its start; kept, it is there to the end."""
+    returned = Lent(True, 60, 1, frozenset({7}), ("block", IS_GONE, 7))
+    pieces = (Piece(0, 100, 100), Piece(0, 100, 100, returned.end, rest_bytes=50), Piece(0, 50, 55, ("", LET_GO, 1)))
+    trace = StepTrace((), (Mark("step", "start", 0, 0),), (Interval(100, 100),), pieces=pieces)
+    assert ended(trace, {1: 20}) == {1: 0}
+    assert ended(trace, {1: 20}, returned) == {1: max(100, 50 + 60, 55 + 60) - max(100, 50 + 60, 55 + 60 - 20)}
 
 
 class Block(nn.Module):
