@@ -77,6 +77,7 @@ def _own_statistics(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[
 
 def _measure(func: Any, args: Any, kwargs: Any) -> int:
     def run() -> int:
+        torch.get_num_threads()  # without it a kernel of oneDNN's has as many as there are cores, whatever was set
         given, named = _own_statistics(func, args, kwargs)
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         torch._C._autograd._enable_profiler_legacy(config)

@@ -118,6 +118,24 @@ def test_both_meters_agree_on_a_new_size() -> None:
     assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_both_meters_agree_whatever_the_number_of_threads(threads: int) -> None:
+    """A backward of wide convolutions sums up weights' gradients in as many buffers as it has threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, weight = torch.randn(2, 32, 119, requires_grad=True), torch.randn(32, 16, 16, requires_grad=True)
+
+        def step() -> None:
+            nn.functional.conv1d(x, weight, padding=8, groups=2).sum().backward()
+            x.grad = weight.grad = None
+
+        step()
+        assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_both_meters_agree_on_attention_whose_kernel_may_draw_random_numbers(dropout: float) -> None:
     """Its scratch is a good part of what it takes; to look at it draws nothing that the training would draw."""
