@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
@@ -22,6 +22,7 @@ from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.estimator import Prediction
+from lightning_mimose.predict.fit import USABLE_ERROR
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size
@@ -155,11 +156,12 @@ class Advisor(Student):
         rounded = size.rounded_up()
         prediction = self.estimator.predict(dict(rounded.dims))
         trusted = prediction is not None and prediction.trusted
+        error = prediction.error if prediction is not None and prediction.trusted else inf
         habitual = trusted and self.estimator.has_habit(dict(rounded.dims))
-        if rounded is size or (trusted and not habitual):
+        if rounded is size or (error <= USABLE_ERROR and not habitual):
             return rounded, prediction
         own = self.estimator.predict(dict(size.dims))
-        if habitual or (own is not None and (own.trusted or prediction is None)):
+        if habitual or (own is not None and ((own.trusted and own.error < error) or prediction is None)):
             return size, own
         return rounded, prediction
 

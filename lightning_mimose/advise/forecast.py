@@ -14,6 +14,7 @@ from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
+from lightning_mimose.predict.fit import GOOD_ERROR
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.rows import kept_timeline, levels, whole_bytes
@@ -177,7 +178,9 @@ class Forecast:
                 if part is None or part.structure != prediction.structure:
                     smaller[chunks] = share
                 else:
-                    smaller[chunks] = part.values if part.trusted else np.maximum(part.values, share)
+                    # What is kept free is for the whole batch's error, and that of a measured one is none.
+                    exact = part.trusted and part.error <= GOOD_ERROR
+                    smaller[chunks] = part.values if exact else np.maximum(part.values, share)
         return Extras(self.link, smaller)
 
     def _margin_bytes(self, prediction: Prediction, timeline: Timeline, budget_bytes: int) -> int:

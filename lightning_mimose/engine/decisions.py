@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -132,7 +133,6 @@ class Decisions:
             self._session.unproven.clear()
         elif actions is None:
             actions = advisor.actions_of(advice.plan)
-        known = resident_tensors(self._model, batch) if advice.plan is None else ()
         return Step(
             size,
             batch_idx,
@@ -143,7 +143,7 @@ class Decisions:
             actions,
             time.perf_counter() - began,
             accumulates,
-            known,
+            partial(resident_tensors, self._model, batch),
             unfilled_bytes=ledger.unfilled_bytes(),
         )
 

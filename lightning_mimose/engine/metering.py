@@ -50,7 +50,8 @@ class Metering:
             step.gradients = GradientLedger(
                 self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
             )
-            step.recorder = StepRecorder(self._device, step.known, step.gradients, profile=self._profile)
+            known = step.known() if step.sheltered else ()
+            step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile)
 
     def _measures_planned(self, step: Step) -> bool:
         if self._is_free:
@@ -76,7 +77,7 @@ class Metering:
             if step.sheltered:
                 self._session.record(step.recorder)
         if not step.sheltered and (step.measuring or self.planned < WATCHED_STEPS):
-            self._session.follow_inputs(InputWatch(step.known))
+            self._session.follow_inputs(InputWatch(step.known()))
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ class Step:
         actions: The plan in force.
         planning_seconds: What planning took.
         accumulates: Whether backward adds to gradients that are there.
-        known: Tensors that are no activations.
+        known: Looks up the tensors that are no activations.
         recorder: Measures the step, in those that are measured.
         gradients: Follows its gradients, likewise.
         measured_peak_bytes: What was measured so far.
@@ -51,7 +51,7 @@ class Step:
     actions: dict[str, str]
     planning_seconds: float
     accumulates: bool
-    known: Sequence[torch.Tensor]
+    known: Callable[[], Sequence[torch.Tensor]]
     recorder: StepRecorder | None = None
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None

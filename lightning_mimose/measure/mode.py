@@ -45,7 +45,7 @@ class ThreadedMode(TorchDispatchMode):
             found = [
                 bool(self._active),
                 any(not mode.is_infra_mode() for mode in self._active),
-                any(not _ignores_compile_internals(mode) for mode in self._active),
+                any(not mode.ignore_compile_internals() for mode in self._active),
             ]
             for flag, now, before in zip(_FLAGS, found, self._before, strict=True):
                 if hasattr(dispatch, flag):
@@ -53,9 +53,3 @@ class ThreadedMode(TorchDispatchMode):
             tell = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
             if tell is not None:
                 tell(found[-1] or self._before[-1])
-
-
-def _ignores_compile_internals(mode: TorchDispatchMode) -> bool:
-    """What a mode answers; those of torch 2.8 are not asked yet."""
-    ask = getattr(mode, "ignore_compile_internals", None)
-    return ask is not None and bool(ask())

@@ -31,10 +31,11 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     leaves = tree_leaves((args, kwargs))
     # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    kernel = (func, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
+    threads = torch.get_num_threads()
+    kernel = (func, threads, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
     if _clean.get(kernel, 0) >= TRIES or any(isinstance(leaf, torch.Generator) for leaf in leaves):
         return 0
-    key = (func, tuple(_describe(leaf) for leaf in leaves), torch.get_num_threads())
+    key = (func, tuple(_describe(leaf) for leaf in leaves), threads)
     if key not in _known:
         if len(_known) > 4096:
             _known.clear()

@@ -284,6 +284,7 @@ class Estimator:
         self, structure: Structure, dims: Mapping[str, int], key: tuple[tuple[str, int], ...]
     ) -> Prediction | None:
         best: Prediction | None = None
+        usable: Prediction | None = None
         names = _names(key)
         parts: list[Value | None] = [("batch", dims["batch"])] if "batch" in dims else []
         parts.append(None)
@@ -302,7 +303,11 @@ class Estimator:
             if prediction.trusted:
                 return prediction
             best = best or prediction
-        return best
+            # Kernels whose scratch depends on whether a side is even follow no polynomial however many sizes are seen:
+            # twice the margin, after twice the patience, is better than no plan ever.
+            if self._trusted(fit, error, dims, times=2) and (usable is None or error < usable.error):
+                usable = replace(prediction, trusted=True)
+        return usable or best
 
     def completed(self, dims: Mapping[str, int], named: Collection[str]) -> dict[str, int]:
         """A size of which some dimensions were named: those that always followed from others do so here."""
@@ -346,14 +351,13 @@ class Estimator:
             )
         return self._fits[slot]
 
-    def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int]) -> bool:
+    def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int], times: int = 1) -> bool:
+        """Whether plans may be built on a fit; `times` as large an error is usable after as many times the patience."""
         if len(self) < self._enough:
             return False
         if error <= GOOD_ERROR:
             reach = 4.0
-        # Kernels whose scratch depends on whether a side is even follow no polynomial however many sizes are seen: with
-        # twice the patience twice the margin is better than no plan ever.
-        elif error <= USABLE_ERROR * min(2, fit.sizes // (self._patience * max(1, len(fit.basis.dims)))):
+        elif error <= times * USABLE_ERROR and fit.sizes >= times * self._patience * max(1, len(fit.basis.dims)):
             reach = 1.25
         else:
             return False

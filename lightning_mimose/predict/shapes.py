@@ -133,7 +133,7 @@ class LooseShape:
             of its graph is left; nor is this.
         given: Indices of all calls that were given it; nor is this.
         rank: Which of the storages that were given to just these it is, saved ones included; nor is this.
-        alike: How many of those there are; nor is this.
+        alike: How many of those there are, 0 where that is another number in other steps; nor is this.
     """
 
     size: int
@@ -165,9 +165,16 @@ class LooseShape:
         since = NEVER if NEVER in times else None if None in times else max(time for time in times if time is not None)
         ends_there = self.ends_there and other.ends_there and times[0] == times[1]
         lasts = min(self.lasts_until, other.lasts_until)
-        if (since, ends_there, outlives, lasts) == (self.since_time, self.ends_there, self.outlives, self.lasts_until):
-            return self
-        return replace(self, since_time=since, ends_there=ends_there, outlives=outlives, lasts_until=lasts)
+        same = (self.given, self.rank, self.alike) == (other.given, other.rank, other.alike)
+        merged = replace(
+            self,
+            since_time=since,
+            ends_there=ends_there,
+            outlives=outlives,
+            lasts_until=lasts,
+            alike=self.alike if same else 0,
+        )
+        return self if vars(merged) == vars(self) else merged
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,15 @@ def test_small_residuals_are_trusted_late_and_reported() -> None:
     assert 0.0 < prediction.error < 0.05
 
 
+def test_larger_residuals_are_trusted_after_twice_as_many_sizes() -> None:
+    """Up to a tenth: sizes that stay sheltered for ever cost more than what is kept free."""
+    asked, sizes = text(50)[0], text(*range(20, 104, 7))
+    early, late = (predicted(learnt(sizes[:count], noisy(0.02)), asked) for count in (9, 12))
+    assert 0.05 < min(early.error, late.error) < max(early.error, late.error) < 0.1
+    assert (early.trusted, late.trusted) == (False, True)
+    assert not predicted(learnt(sizes, noisy(0.022)), asked).trusted  # by more
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_sizes_that_all_are_multiples_say_nothing_of_how_others_are_rounded(seed: int) -> None:
     """Kernels that differ a little made a pyramid look as good as a line, and what lay between two steps was absurd."""
