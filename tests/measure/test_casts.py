@@ -119,7 +119,7 @@ def test_a_cast_that_somebody_else_saves_too(action: str) -> None:
 
     torch.manual_seed(0)
     ratios = ratios_of(Net(), tied, {"layers.1": action, "layers.2": action} if action != "keep" else {})
-    assert len(ratios) >= 4
+    assert len(ratios) >= 3  # one less where scratch of half precision depends on the size
     assert all(0.999 <= ratio <= 1.03 for ratio in ratios)
 
 
