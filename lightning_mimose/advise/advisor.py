@@ -155,9 +155,8 @@ class Advisor(Student):
         """
         rounded = size.rounded_up()
         prediction = self.estimator.predict(dict(rounded.dims))
-        trusted = prediction is not None and prediction.trusted
         error = prediction.error if prediction is not None and prediction.trusted else inf
-        habitual = trusted and self.estimator.has_habit(dict(rounded.dims))
+        habitual = error < inf and self.estimator.has_habit(dict(rounded.dims))
         if rounded is size or (error <= USABLE_ERROR and not habitual):
             return rounded, prediction
         own = self.estimator.predict(dict(size.dims))

@@ -30,11 +30,11 @@ def loose_inputs(trace: StepTrace) -> dict[int, tuple[int, list[Call]]]:
 
 def _given(trace: StepTrace, index: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Storage id -> indices of all calls that were given it."""
-    found: dict[int, tuple[int, ...]] = {}
+    found: dict[int, list[int]] = {}
     for call in trace.calls:
         for number in call.inputs:
-            found[number] = (*found.get(number, ()), index[id(call)])
-    return found
+            found.setdefault(number, []).append(index[id(call)])
+    return {number: tuple(calls) for number, calls in found.items()}
 
 
 def loose_shapes(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_mimose import StepRecord
 from tests.helpers.architectures import train
 from tests.helpers.models import Batch
 
@@ -165,7 +166,8 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("action", [None, "lean", "lean+products", "recompute"])
 def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) -> None:
     """Within the random state that a sheltered step's region holds in its own backward."""
-    check(block, {} if action is None else {"layers.0": action})
+    records = check(block, {} if action is None else {"layers.0": action})
+    assert action is None or all("layers.0" in record.actions for record in records)
 
 
 @pytest.mark.parametrize("recomputed", [(), ("layers.0",), ("layers.0", "layers.1"), ("layers.2.gate",)])
@@ -190,7 +192,7 @@ def check(
     actions: dict[str, str],
     parts: tuple[str, ...] = (),
     make: Callable[[Callable[[], nn.Module]], nn.Module] = Net,
-) -> None:
+) -> list[StepRecord]:
     """Train under a plan, and hold its steps against what was predicted."""
 
     def planner(timeline: object, budget_bytes: int) -> dict[str, str]:
@@ -207,3 +209,4 @@ def check(
     assert len(planned) >= 2
     assert all(0 <= predicted - peak <= RNG_STATE_BYTES for predicted, peak in planned)
     assert all(actions.keys() <= r.actions.keys() for r in done.mimose.records if not r.sheltered)
+    return list(done.mimose.records)

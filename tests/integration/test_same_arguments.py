@@ -225,7 +225,8 @@ class Dual(nn.Module):
         return found
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of two classes
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # from torch 2.14 on
 def test_forward_mode_differentiation_goes_on() -> None:
     """Dual numbers stand for themselves; a checkpoint cannot give them back, so that such units are left alone."""
     check(Dual, 1.5, recomputes=False, runs_again=1)

@@ -444,7 +444,8 @@ def test_checkpointing_by_hand(task: type[ByHand]) -> None:
 def scripted(made: Any) -> Any:
     """`torch.jit.script`, which tells everybody that its time is over."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.script")  # of one class or another
+        for category in (DeprecationWarning, FutureWarning):  # the second from torch 2.14 on
+            warnings.filterwarnings("ignore", ".*torch.jit.script", category)
         return torch.jit.script(made)
 
 
