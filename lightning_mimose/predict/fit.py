@@ -221,14 +221,19 @@ class _Choice:
         """With a basis for every column, where that is better."""
         if self.check.error <= EXACT_ERROR or not may_be_surfaces(self.sizes):
             return self
-        local = fit_locally(self.sizes, self.values, self.structure, self.dims, self.basis)
+        truth = self.structure.summary(self.values)
+
+        def error_of(left_out: NDArray[np.float64]) -> float:
+            return largest_error(left_out, truth, self.structure, self.resident_bytes)
+
+        def will_do(left_out: NDArray[np.float64]) -> bool:
+            error = error_of(left_out)
+            return error < BETTER * self.check.error and (error <= EXACT_ERROR or len(self.sizes) >= MANY_SIZES)
+
+        local = fit_locally(self.sizes, self.values, self.structure, self.dims, self.basis, will_do)
         if local is None:
             return self
-        truth = self.structure.summary(self.values)
-        error = largest_error(local.left_out, truth, self.structure, self.resident_bytes)
-        sure = error <= EXACT_ERROR or len(self.sizes) >= MANY_SIZES
-        if not sure or error >= BETTER * self.check.error:
-            return self
+        error = error_of(local.left_out)
         return replace(self, local=local, check=Check(error, range(len(self.sizes)), local.left_out))
 
     def fit(self, without: Sequence[Value] = ()) -> Fit:

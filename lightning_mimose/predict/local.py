@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ MANY = 0.2
 """Share of the columns that single surfaces have to describe: where they describe fewer, it is no pyramid."""
 MOST = 0.6
 """Share of them that any tilings have to."""
-ENOUGH = 500
+ENOUGH = 200
 """Columns that are looked at to see whether they are those of a pyramid."""
 CHANCE = 3.0
 """How much more columns that no tiling describes are missed than in the sizes left out: the best of so many is luck."""
@@ -122,7 +122,12 @@ def _fill(found: Floats, parts: Sequence[Part], designs: Sequence[Floats]) -> No
 
 
 def fit_locally(
-    sizes: Sequence[Mapping[str, int]], values: Floats, structure: Structure, dims: Sequence[str], spare: Design
+    sizes: Sequence[Mapping[str, int]],
+    values: Floats,
+    structure: Structure,
+    dims: Sequence[str],
+    spare: Design,
+    will_do: Callable[[Floats], bool] = lambda left_out: True,
 ) -> LocalFit | None:
     """Fit every column by the simplest tiling that is exact.
 
@@ -132,6 +137,7 @@ def fit_locally(
         structure: Whose columns.
         dims: The dimensions that vary.
         spare: Another basis, for columns that no tiling describes.
+        will_do: Whether to go on, by what is predicted for each size from the others (see `LocalFit.left_out`).
 
     Returns:
         None where too little follows from two sides like this.
@@ -146,18 +152,18 @@ def fit_locally(
     varying = np.flatnonzero(np.ptp(targets, axis=0) > scale)
     batch = "batch" if "batch" in dims else None
     some = varying[:: max(1, len(varying) // ENOUGH)]
-    surfaces = Surfaces(sizes)
+    surfaces, columns = Surfaces(sizes), _Columns(targets, scale)
 
     for stem in STEMS:
-        candidates = tilings(sides, batch, stem)
+        candidates = tilings(sides, batch, stem, len(sizes) - 2)
         singles = cache(partial(all_solved, next(candidates), surfaces))
-        found, _ = _exact([singles], targets[:, some], scale[some])
+        found, _ = columns.exact([singles], some)
         if sum(each is not None for each in found) >= MANY * len(some):
             break
     else:
         return None
     steps = [singles, *(cache(partial(all_solved, tiled, surfaces)) for tiled in candidates)]
-    chosen, rivals = _exact(steps, targets, scale)
+    chosen, rivals = columns.exact(steps)
     if sum(chosen[column] is not None for column in varying) < MOST * len(varying):
         return None
     # A moment that no tiling describes must not spoil those after it.
@@ -166,13 +172,13 @@ def fit_locally(
         before, differences = targets, Differences(structure, odd)
         targets = differences.of(values)
         changed = np.flatnonzero((targets != before).any(axis=0))
-        again = _exact(steps, targets[:, changed], scale[changed])
+        again = _Columns(targets[:, changed], scale[changed]).exact(steps)
         for place, first, last in zip(changed.tolist(), *again, strict=True):
             chosen[place], rivals[place] = first, last
     exact = [solved.basis for solved in dict.fromkeys(chosen) if solved is not None]
     left_out = targets.copy()
     rest = [column for column, solved in enumerate(chosen) if solved is None]
-    simple = [*all_solved([spare], surfaces), *steps[0](), *steps[1]()] if rest else []
+    simple = [*all_solved([spare], surfaces), *(each for step in steps[:2] for each in step())] if rest else []
     every = [solved for solved in simple if solved.free.min() > LEVERAGE and solved.unchecked is not None]
     if rest and not every:
         return None
@@ -181,6 +187,9 @@ def fit_locally(
     for i, column in enumerate(rest):
         chosen[column] = every[best[i]]
         left_out[:, column] -= CHANCE * missing[best[i]][:, i]
+    predicted = differences.summed(left_out)
+    if not will_do(predicted):
+        return None
     roundings = [Tiling(sides, None, multiple, multiple, stem=stem) for multiple in MULTIPLES]
     counts = [(tiling, set().union(*map(tiling.counts, sizes))) for tiling in roundings]
     return LocalFit(
@@ -190,34 +199,45 @@ def fit_locally(
         _parts(rivals, targets),
         _unseen(exact, surfaces),
         tuple((tiling, count) for tiling, count in counts if len(count) == 1),
-        differences.summed(left_out),
+        predicted,
     )
 
 
-def _exact(
-    steps: Iterable[Callable[[], Sequence[Solved]]], targets: Floats, scale: Floats
-) -> tuple[list[Solved | None], list[Solved | None]]:
-    """Of every column: the first basis that describes it exactly, and the last with as many features, if another."""
-    # Units that are alike have columns that are equal.
-    unique, which = np.unique(targets, axis=1, return_inverse=True)
-    which, close = which.reshape(-1), np.full(unique.shape[1], np.inf)
-    np.minimum.at(close, which, scale)
-    first: list[Solved | None] = [None] * unique.shape[1]
-    last: list[Solved | None] = [None] * unique.shape[1]
-    left = np.arange(unique.shape[1])
-    for step in steps:
-        if not len(left):
-            break
-        open_targets, open_close = unique[:, left], close[left]
-        for solved in step():
-            described = left[solved.describes(open_targets, open_close)].tolist()
-            if described and solved.unchecked is None:
-                continue
-            for column in described:
-                last[column] = None if first[column] is None else solved
-                first[column] = first[column] or solved
-        left = np.array([column for column in left if first[column] is None], dtype=np.intp)
-    return [first[i] for i in which], [last[i] for i in which]
+class _Columns:
+    """Columns, each looked at once: units that are alike have equal ones.
+
+    Args:
+        targets: Shape (sizes, columns).
+        scale: By what each may be missed, shape (columns,).
+    """
+
+    def __init__(self, targets: Floats, scale: Floats) -> None:
+        self._unique, which = np.unique(targets, axis=1, return_inverse=True)
+        self._which, self._close = which.reshape(-1), np.full(self._unique.shape[1], np.inf)
+        np.minimum.at(self._close, self._which, scale)
+
+    def exact(
+        self, steps: Iterable[Callable[[], Sequence[Solved]]], some: Any = slice(None)
+    ) -> tuple[list[Solved | None], list[Solved | None]]:
+        """Of some columns: the first basis that is exact, and the last with as many features, if another."""
+        wanted = self._which[some]
+        left = np.unique(wanted)
+        first: dict[int, Solved] = {}
+        last: dict[int, Solved | None] = {}
+        for step in steps:
+            if not len(left):
+                break
+            open_targets, open_close = self._unique[:, left], self._close[left]
+            for solved in step():
+                described = left[solved.describes(open_targets, open_close)].tolist()
+                if described and solved.unchecked is None:
+                    continue
+                for column in described:
+                    last[column] = solved if column in first else None
+                    first.setdefault(column, solved)
+            left = np.array([column for column in left.tolist() if column not in first], dtype=np.intp)
+        columns = wanted.tolist()
+        return [first.get(column) for column in columns], [last.get(column) for column in columns]
 
 
 def _unseen(exact: Sequence[Tiling], surfaces: Surfaces) -> tuple[tuple[Tiling, bool], ...]:

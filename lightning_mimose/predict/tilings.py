@@ -122,8 +122,15 @@ def _rounded(side: Side, multiple: int) -> Side:
     return -(-side // multiple) * multiple
 
 
-def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1) -> Iterator[list[Tiling]]:
-    """Candidates, simplest first: those of each list have equally many features."""
+def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1, most: int = 5) -> Iterator[list[Tiling]]:
+    """Candidates, simplest first: those of each list have equally many features.
+
+    Args:
+        sides: See `Tiling`.
+        batch: See `Tiling`.
+        stem: See `Tiling`.
+        most: How many features they may have: to make hundreds that too few sizes determine takes time.
+    """
     every = (*MULTIPLES, *(-multiple for multiple in MULTIPLES[1:]))
     singles = [Tiling(sides, batch, each, each) for each in every]
     if stem > 1:
@@ -131,6 +138,10 @@ def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1) -> Iterato
         singles += [Tiling(sides, batch, each, each, stem=stem) for each in every]
         every = (stem, *every)
     yield singles
+    features = 2 + (batch is not None)
+    if most <= features:
+        return
     pairs = [(fine, coarse) for coarse in every for fine in every if abs(fine) < abs(coarse) and coarse % fine == 0]
     yield [Tiling(sides, batch, fine, coarse, stem=stem) for fine, coarse in pairs]
-    yield [Tiling(sides, batch, fine, coarse, edges, stem) for fine, coarse in pairs for edges in EDGES]
+    if most > features + 1:
+        yield [Tiling(sides, batch, fine, coarse, edges, stem) for fine, coarse in pairs for edges in EDGES]

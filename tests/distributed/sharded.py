@@ -36,7 +36,7 @@ def let_gloo_go_first(name: str) -> None:
     def collective(*args: Any, **kwargs: Any) -> None:
         work = own(*args, **kwargs | {"async_op": True})
         work.wait()
-        time.sleep(0.005 * distributed.get_world_size())
+        time.sleep(0.01 * distributed.get_world_size())
 
     setattr(distributed, name, collective)
 
