@@ -75,6 +75,14 @@ class Advisor(Student):
             resident: What is resident, the batch included.
             batch_bytes: The batch's part of it, which does not identify a plan.
         """
+        self.settle()
+        self.estimator.fits.hurries = True
+        try:
+            return self._advise(size, resident, batch_bytes)
+        finally:
+            self.estimator.fits.hurries = False
+
+    def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         self.resident = Resident(
             resident.lasting_bytes - batch_bytes,
             resident.old_gradient_bytes,

@@ -92,6 +92,21 @@ class Forecast:
         """
         return self._timeline_for(self.size_of(batch_or_size))
 
+    def _forget_plans(self) -> None:
+        """What plans, peaks and views were made from is no longer believed."""
+        self._actual_peaks.clear()
+        self._views.clear()
+        self.misses.plans_forgotten()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Take in fits that have come late.
+
+        Args:
+            wait: Whether to wait for those that have not come: training does not, who asks does.
+        """
+        if self.estimator.fits.settle(wait=wait):
+            self._forget_plans()
+
     def _unlike(self, size: BatchSize) -> str:
         """What sets a size apart from all that were measured, in words."""
         dims = dict(size.dims)
@@ -111,6 +126,7 @@ class Forecast:
         return BatchSize(tuple(self.estimator.completed(dict(size.dims), batch_or_size).items()), size.layout)
 
     def _timeline_for(self, size: BatchSize) -> tuple[Timeline, Prediction]:
+        self.settle(wait=True)
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             raise MimoseError(

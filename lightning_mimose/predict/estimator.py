@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Relation, varying_dims
-from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value, best_fit
+from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
+from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Waits
 from lightning_mimose.predict.structure import Structure
@@ -67,9 +68,7 @@ class Estimator:
         self._enough = 0
         self._measured_since: set[tuple[tuple[str, int], ...]] = set()
         self._observed: dict[Structure, dict[tuple[tuple[str, int], ...], NDArray[np.float64]]] = {}
-        self._fits: dict[tuple[Structure, Value | None, tuple[str, ...]], Fit | None] = {}
-        self._without: dict[tuple[Value | None, tuple[str, ...]], tuple[Value, ...]] = {}
-        """What fits have left out, before the latest size was measured."""
+        self.fits = Fits()
         self._latest: dict[tuple[str, ...], Structure] = {}
         """Of every kind of batch (names of dimensions), the newest last."""
         self._first: Structure | None = None
@@ -144,8 +143,7 @@ class Estimator:
             known.pop(next(inner, like[0]))
         self._latest.pop(names, None)
         self._latest[names], self._rate, self._handed = structure, None, None
-        self._without |= {slot[1:]: fit.without for slot, fit in self._fits.items() if fit is not None}
-        self._fits.clear()
+        self.fits.measured(self._observed)
 
     def _known_as(self, structure: Structure) -> dict[tuple[tuple[str, int], ...], NDArray[np.float64]]:
         """The sizes that were observed of an equal structure, from now on of this very one.
@@ -334,22 +332,8 @@ class Estimator:
         The batch, as a rule: a shorter last one must not disturb the others. Only of sizes with these dimensions: a
         batch without a mask, or of another task, may make the same calls.
         """
-        known = [key for key in self._observed[structure] if _names(key) == names]
-        keys = [key for key in known if part is None or part in key]
-        slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
-        if slot not in self._fits:
-            self._fits[slot] = (
-                best_fit(
-                    [dict(k) for k in keys],
-                    np.array([self._observed[structure][k] for k in keys]),
-                    structure,
-                    self.resident_bytes,
-                    self._without.get(slot[1:], ()),
-                )
-                if keys
-                else None
-            )
-        return self._fits[slot]
+        known = {key: values for key, values in self._observed[structure].items() if _names(key) == names}
+        return self.fits.of(structure, part, known, self.resident_bytes)
 
     def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int], times: int = 1) -> bool:
         """Whether plans may be built on a fit; `times` as large an error is usable after as many times the patience."""

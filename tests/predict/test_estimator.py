@@ -447,7 +447,7 @@ def test_batches_of_one_batch_size_are_fitted_once(monkeypatch: pytest.MonkeyPat
         fits.append(len(given[0]))
         return best_fit(*given)
 
-    monkeypatch.setattr("lightning_mimose.predict.estimator.best_fit", counted)
+    monkeypatch.setattr("lightning_mimose.predict.fits.best_fit", counted)
     estimator = learnt(text(16, 24, 40), law())
     for size in text(20, 30, 4000):  # the last is trusted by no fit, so all are asked
         predicted(estimator, size)

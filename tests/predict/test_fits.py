@@ -1,0 +1,122 @@
+"""Fits that take long come late, and then are what they would have been at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightning_mimose.measure.observe import Observation, observe
+from lightning_mimose.predict.fit import GOOD_ERROR, Fit, best_fit
+from lightning_mimose.predict.fits import MAY_BE_LATE, Fits, Key
+from tests.helpers.models import TinyText, text_batch
+from tests.helpers.recording import recorded
+
+SIDES = (64, 24, 96, 48, 80, 16, 72, 40, 56)
+Known = dict[Key, NDArray[np.float64]]
+
+
+@cache
+def real() -> Observation:
+    """A real step's structure, whose values the tests replace."""
+    return observe(recorded(TinyText(), text_batch(2, 16)), 0)
+
+
+def images(sides: Sequence[int], *, lawful: bool = False) -> Known:
+    """Whose kernels follow no law, or one."""
+    found: Known = {}
+    for side in sides:
+        luck = 1.0 if lawful else 1 + np.random.default_rng(side).random()
+        found[("batch", 8), ("side", side)] = real().values * side**2 * luck
+    return found
+
+
+class Asked:
+    """Fits that are asked for as training does, size by size."""
+
+    def __init__(self, *, lawful: bool = False) -> None:
+        self.fits, self.lawful = Fits(), lawful
+        self.fits.hurries = True
+
+    def of(self, count: int) -> Fit:
+        """That of so many sizes."""
+        found = self.fits.of(real().structure, None, images(SIDES[:count], lawful=self.lawful), 0)
+        assert found is not None
+        return found
+
+    def measured(self) -> None:
+        """One more size was."""
+        self.fits.measured([real().structure])
+
+
+def at_once(count: int) -> Fit:
+    """What nobody waits for."""
+    known = images(SIDES[:count])
+    return best_fit([dict(key) for key in known], np.array(list(known.values())), real().structure, 0)
+
+
+def same(one: Fit, other: Fit) -> bool:
+    """Whether they say the same."""
+    dims = {"batch": 8, "side": 88}
+    return one.error == other.error and bool((one.values_at(dims) == other.values_at(dims)).all())
+
+
+def upto(count: int) -> Asked:
+    """Asked for each number of sizes up to one."""
+    asked = Asked()
+    for number in range(1, count + 1):
+        asked.of(number)
+        if number < count:
+            asked.measured()
+    return asked
+
+
+def test_training_goes_on_with_the_one_before() -> None:
+    """Until the late one is taken in, which is what it would have been at once."""
+    asked = upto(MAY_BE_LATE - 1)
+    before = asked.of(MAY_BE_LATE - 1)
+    assert before.error > GOOD_ERROR
+    asked.measured()
+    assert asked.of(MAY_BE_LATE) is before
+    assert asked.fits.settle(wait=True)
+    assert same(asked.of(MAY_BE_LATE), at_once(MAY_BE_LATE))
+    assert not asked.fits.settle(wait=True)
+
+
+def test_one_that_came_after_the_next_size() -> None:
+    """It is the one before of the next, which is asked for then."""
+    asked = upto(MAY_BE_LATE)
+    asked.measured()
+    asked.of(MAY_BE_LATE + 1)
+    assert asked.fits.settle(wait=True)
+    assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE))
+    assert asked.fits.settle(wait=True)
+    assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE + 1))
+
+
+def test_who_does_not_hurry_waits() -> None:
+    """Reports and questions are answered by all that was measured."""
+    asked = upto(MAY_BE_LATE)
+    asked.measured()
+    asked.of(MAY_BE_LATE + 1)
+    asked.fits.settle(wait=True)
+    asked.fits.hurries = False
+    assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE + 1))
+
+
+def test_good_fits_are_never_late() -> None:
+    """Nor any of the first few sizes: plans begin as early as they would."""
+    asked = Asked(lawful=True)
+    for number in range(1, len(SIDES) + 1):
+        assert asked.of(number).sizes == number
+        asked.measured()
+    assert not asked.fits.settle(wait=True)
+
+
+@pytest.mark.parametrize("count", range(1, MAY_BE_LATE))
+def test_few_sizes_are_never_late(count: int) -> None:
+    """Whatever they are."""
+    assert same(upto(count).of(count), at_once(count))
