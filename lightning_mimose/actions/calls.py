@@ -314,7 +314,6 @@ class _Calls:
                 held=self._state.buffers(),
                 given=tree_leaves((args, kwargs)),
                 returned=session.returned,
-                steady=self._sites.steady[grade],
             )
             with saves.active():
                 out = self._original(*args, **kwargs)

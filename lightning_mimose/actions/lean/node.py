@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mimose.actions.lean.attention import added_mask
 from lightning_mimose.actions.lean.handles import Handle, Number
-from lightning_mimose.actions.lean.recipes.table import MissingError, NeverError
+from lightning_mimose.actions.lean.recipes.table import MissingError
 
 if TYPE_CHECKING:
     from lightning_mimose.actions.lean.values import Values
@@ -55,7 +55,7 @@ class Node:
         node, output = following[index] if index < len(following) else (None, 0)
         found = None if node is None else self._values.rebuilt(node, output, self._depth + 1)
         if found is None:
-            raise NeverError if (node, output) in self._values.never else MissingError
+            raise MissingError
         return found
 
     def scores(self) -> Handle:

@@ -34,7 +34,6 @@ from lightning_mimose.actions.lean.handles import (
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import Place, Sites
-from lightning_mimose.actions.lean.steady import Steady, SteadyCall
 from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.menu import MASKS
@@ -83,7 +82,6 @@ class LeanSaves:
         held: What somebody else keeps alive (arguments, buffers): another form of it would be more memory.
         given: What of it may be used again in backward (arguments): whoever uses it has to see that nobody changes it.
         returned: What lean units before this one have returned: it is rebuilt wherever this one would keep it.
-        steady: Where calls before this one kept the tensor, if that is to be relied on.
     """
 
     def __init__(
@@ -98,11 +96,9 @@ class LeanSaves:
         given: Iterable[Any] = (),
         small_bytes: int = SMALL_BYTES,
         returned: Returned | None = None,
-        steady: Steady | None = None,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
         self._returned = returned
-        self._steady = SteadyCall(steady or Steady())
         self._values = Values(grade, leaves)
         self.notes = self._values.notes
         self._held: set[int] = set()
@@ -133,7 +129,6 @@ class LeanSaves:
         try:
             with self.constants(), saved_tensors_hooks(self.pack, unpack):
                 yield
-            self._steady.end(self._count)
         finally:
             self.close()
 
@@ -153,13 +148,8 @@ class LeanSaves:
         self._count += 1
         base = base_of(tensor)
         node, output = base.grad_fn, base.output_nr
+        handle = self._handle(tensor, base, node, output)
         values = self._values
-        if self._steady.keeps(self._count, node) and not self._is_anothers(base):
-            handle: Handle = Kept(tensor)
-            if node is not None and handle.nbytes >= self._small_bytes:
-                values.found.setdefault((node, output), handle if base is tensor else Kept(base))
-        else:
-            handle = self._handle(tensor, base, node, output)
         handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
@@ -173,10 +163,6 @@ class LeanSaves:
         rebuilt.is_saved = True
         return Use(handle, rebuilt)
 
-    def _is_anothers(self, base: torch.Tensor) -> bool:
-        returned = self._returned
-        return bool(returned and is_plain(base) and returned.of(base.untyped_storage()))
-
     def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if node is None and base.requires_grad:
             return Kept(tensor)  # a parameter
@@ -187,8 +173,6 @@ class LeanSaves:
         if result is not None:
             return self._anothers(result, tensor, base)
         if not self._grade or storage.nbytes() < self._small_bytes:
-            if node is not None:
-                self._steady.is_small()
             return Kept(tensor)
         if storage._cdata in self._held:
             if node is not None and storage._cdata in self._values.arguments:
@@ -205,8 +189,6 @@ class LeanSaves:
             known = None
         elif known is None:
             known = self._find(base, storage, node, output)
-            if known is None and ((node, output) in self._values.never if node is not None else self._grade < MASKS):
-                self._steady.was_kept(self._count, node)
         handle: Handle | None = None
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)

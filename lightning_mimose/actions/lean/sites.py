@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-
-from lightning_mimose.actions.lean.steady import Steady
 
 
 class Place(NamedTuple):
@@ -34,12 +31,10 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        steady: Grade of lean saves -> places where no recipe is looked for.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
-    steady: dict[int, Steady] = field(default_factory=lambda: defaultdict(Steady))
 
 
 class References:

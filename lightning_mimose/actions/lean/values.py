@@ -14,7 +14,7 @@ import torch
 from lightning_mimose.actions.lean.constants import Constants
 from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, is_plain
 from lightning_mimose.actions.lean.node import Node
-from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError, NeverError
+from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
@@ -35,7 +35,6 @@ class Values:
         borrowed: Arguments that recipes use, and that autograd would not look at again.
         notes: What operations were called with.
         in_scores: While attention's scores are looked for.
-        never: What cannot be had because of the operations that lead to it, whatever their sizes and parameters.
 
     Args:
         grade: What may be rebuilt.
@@ -53,13 +52,11 @@ class Values:
         self.borrowed: list[torch.Tensor] = []
         self.notes = Constants()
         self.in_scores = False
-        self.never: set[tuple[Any, int]] = set()
 
     def forget(self) -> None:
         """Let go of everything that nodes do not hold."""
         self.found.clear()
         self.numbers.clear()
-        self.never.clear()
         self.notes.forget()
         self.arguments.clear()
 
@@ -95,14 +92,10 @@ class Values:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None:
-            self.never.add((node, output))
-            return None
-        if output != 0 or depth > LONGEST_CHAIN:
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
             return None
         own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
-            self.never.add((node, output))
             return None
         if node._sequence_nr() < self.start:  # somebody else's, made before; for those after, see `Node.saved`
             return None
@@ -111,9 +104,7 @@ class Values:
         try:
             view = Node(self, node, depth)
             made: Made | None = entry.make(view)
-        except MissingError as error:
-            if isinstance(error, NeverError):
-                self.never.add((node, output))
+        except MissingError:
             return None
         if made is None:
             return None
@@ -142,28 +133,19 @@ class Values:
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
-    def _leads_nowhere(self, start: Any) -> bool:
+    def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
-        node = start
         while True:
             key = node, _ = node.next_functions[0]
-            if node is None:
-                return True
-            if key in self.found:
-                nowhere, never = self.found[key] is None, key in self.never
-                break
+            if node is None or key in self.found:
+                return self.found.get(key) is None
             name: str = node.name()
             entry = TABLE.get(name)
             if entry is None:
-                nowhere = never = name != _LEAF
-                break
+                return name != _LEAF
             if node._sequence_nr() < self.start:  # somebody else's
                 return True
             if entry.grade > self._grade:
-                nowhere = never = not self.in_scores
-                break
+                return not self.in_scores
             if not entry.needs_first:
                 return False
-        if never:
-            self.never.add((start, 0))
-        return nowhere

@@ -31,10 +31,6 @@ class MissingError(Exception):
     """An input cannot be had. Not an error of the package's: whoever asked for the recipe keeps the tensor."""
 
 
-class NeverError(MissingError):
-    """It never can be had, because of the operations that lead to it."""
-
-
 class Node(Protocol):
     """One operation, as recipes see it."""
 
