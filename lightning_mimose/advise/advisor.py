@@ -75,12 +75,16 @@ class Advisor(Student):
             resident: What is resident, the batch included.
             batch_bytes: The batch's part of it, which does not identify a plan.
         """
-        self.settle()
-        self.estimator.fits.hurries = True
-        try:
-            return self._advise(size, resident, batch_bytes)
-        finally:
-            self.estimator.fits.hurries = False
+        fits = self.estimator.fits
+        if fits.settle():
+            self._forget_plans()
+        fits.hurries = True
+        advice = self._advise(size, resident, batch_bytes)
+        if advice.infeasible and fits.is_late:  # nothing is refused by what stands in for a better prediction
+            self._forget_plans()
+            with fits.at_leisure():
+                advice = self._advise(size, resident, batch_bytes)
+        return advice
 
     def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         self.resident = Resident(

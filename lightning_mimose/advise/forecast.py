@@ -98,15 +98,6 @@ class Forecast:
         self._views.clear()
         self.misses.plans_forgotten()
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Take in fits that have come late.
-
-        Args:
-            wait: Whether to wait for those that have not come: training does not, who asks does.
-        """
-        if self.estimator.fits.settle(wait=wait):
-            self._forget_plans()
-
     def _unlike(self, size: BatchSize) -> str:
         """What sets a size apart from all that were measured, in words."""
         dims = dict(size.dims)
@@ -123,11 +114,12 @@ class Forecast:
         size = self.tracker.look(batch_or_size)
         if not is_size(batch_or_size):
             return size
-        return BatchSize(tuple(self.estimator.completed(dict(size.dims), batch_or_size).items()), size.layout)
+        with self.estimator.fits.at_leisure():
+            return BatchSize(tuple(self.estimator.completed(dict(size.dims), batch_or_size).items()), size.layout)
 
     def _timeline_for(self, size: BatchSize) -> tuple[Timeline, Prediction]:
-        self.settle(wait=True)
-        prediction = self.estimator.predict(dict(size.dims))
+        with self.estimator.fits.at_leisure():
+            prediction = self.estimator.predict(dict(size.dims))
         if prediction is None:
             raise MimoseError(
                 f"Nothing is known yet about batches of {dict(size.dims)}: {len(self.estimator)} sizes were measured. "

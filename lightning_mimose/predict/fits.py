@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 
@@ -38,6 +39,9 @@ class Fits:
         self._without: dict[tuple[Value | None, tuple[str, ...]], tuple[Value, ...]] = {}
         """What fits have left out, before the latest size was measured."""
         self._late = Late[Slot, tuple[Fit, int]]()
+        self._stood_in: set[Slot] = set()
+        self._failed: set[Slot] = set()
+        self._news = False
         self._additions = 0
 
     def measured(self, observed: Collection[Structure]) -> None:
@@ -50,6 +54,8 @@ class Fits:
         self._without |= {slot[1:]: fit.without for slot, fit in made.items()}
         self._before = {slot: fit for slot, fit in (self._before | made).items() if slot[0] in observed}
         self._fits.clear()
+        self._stood_in.clear()
+        self._failed.clear()
         self._additions += 1
 
     def of(
@@ -66,33 +72,54 @@ class Fits:
         keys = [key for key in known if part is None or part in key]
         names = tuple(name for name, _ in next(iter(known), ()))
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
-        if slot not in self._fits:
-            some = {key: known[key] for key in keys}
-            self._fits[slot] = self._make(slot, some, resident_bytes) if keys else None
-        return self._fits[slot]
-
-    def _make(self, slot: Slot, known: Mapping[Key, NDArray[np.float64]], resident_bytes: int) -> Fit:
-        sizes, values = [dict(key) for key in known], np.array(list(known.values()))
-        work = partial(best_fit, sizes, values, slot[0], resident_bytes, self._without.get(slot[1:], ()))
+        if slot in self._fits:
+            return self._fits[slot]
+        if not keys:
+            self._fits[slot] = None
+            return None
+        sizes, values = [dict(key) for key in keys], np.array([known[key] for key in keys])
+        work = partial(best_fit, sizes, values, structure, resident_bytes, self._without.get(slot[1:], ()))
         before, additions = self._before.get(slot), self._additions
-        is_hard = before is not None and before.error > GOOD_ERROR and may_be_surfaces(sizes)
-        if before is None or not is_hard or not self.hurries or len(sizes) < MAY_BE_LATE:
-            return work()
-        self._late.begin(slot, lambda: (work(), additions))
-        return before
+        if self.hurries and before is not None and self._may_be_late(slot, before, sizes):
+            self._late.begin(slot, lambda: (work(), additions))
+            self._stood_in.add(slot)
+            return before
+        fit = self._fits[slot] = work()
+        self._news |= slot in self._stood_in
+        self._stood_in.discard(slot)
+        return fit
 
-    def settle(self, *, wait: bool = False) -> bool:
-        """Take in the fits that have come late; whether there are any.
+    def _may_be_late(self, slot: Slot, before: Fit, sizes: Sequence[Mapping[str, int]]) -> bool:
+        is_long = len(sizes) >= MAY_BE_LATE and before.error > GOOD_ERROR and may_be_surfaces(sizes)
+        return is_long and slot not in self._failed
 
-        Args:
-            wait: Whether to wait for those that have not come.
-        """
-        news = False
-        for slot, (fit, additions) in self._late.arrived(wait=wait):
-            news = True
+    @property
+    def is_late(self) -> bool:
+        """Whether something stands in for a fit that is still being made."""
+        return bool(self._stood_in)
+
+    @contextmanager
+    def at_leisure(self) -> Iterator[None]:
+        """While somebody asks who would rather wait."""
+        hurries, self.hurries = self.hurries, False
+        try:
+            yield
+        finally:
+            self.hurries = hurries
+
+    def settle(self) -> bool:
+        """Take in the fits that have come late; whether predictions are others than they were."""
+        for slot, late in self._late.arrived():
+            if late is None:  # whoever asks next does the work itself, and is told
+                self._failed.add(slot)
+                continue
+            fit, additions = late
+            self._news |= slot in self._stood_in
             if additions == self._additions:
-                self._fits[slot] = fit
+                self._fits.setdefault(slot, fit)
+                self._stood_in.discard(slot)
             else:  # more was measured since
                 self._before[slot] = fit
-                self._fits.pop(slot, None)
+                self._without[slot[1:]] = fit.without
+        news, self._news = self._news, False
         return news

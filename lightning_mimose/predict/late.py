@@ -6,10 +6,14 @@ is of no more use than the one before it.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
+
+log = logging.getLogger(__name__)
 
 HEAD_START_SECONDS = 0.01
 """What training gets until the work begins: two threads that run Python wait for each other."""
@@ -22,27 +26,19 @@ class _Job(Generic[T]):
     """Something that is worked out in a thread of its own."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
-        self._found: list[T] = []
-        self._error: BaseException | None = None
+        self.process = os.getpid()
+        self.found: T | None = None
         self.done = threading.Event()
-        threading.Thread(target=self._run, name="mimose-fit", daemon=True).start()
+        threading.Thread(target=self._run, args=(work,), name="mimose-fit", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         time.sleep(HEAD_START_SECONDS)
         try:
-            assert self._work is not None
-            self._found.append(self._work())
-        except BaseException as error:  # whoever asks is told, as if it had done the work itself
-            self._error = error
+            self.found = work()
+        except Exception:
+            log.debug("What was worked out beside the training failed.", exc_info=True)
         finally:
-            self._work = None
             self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._found[0]
 
 
 class Late(Generic[K, T]):
@@ -76,18 +72,22 @@ class Late(Generic[K, T]):
             key: What it is for.
             work: Works it out, and changes nothing.
         """
-        if key not in self._jobs:
+        job = self._jobs.get(key)
+        if job is None or job.process != os.getpid():  # a fork's threads are not there
             self._jobs[key] = _Job(work)
 
-    def arrived(self, *, wait: bool = False) -> Iterator[tuple[K, T]]:
-        """What has come since, each once.
+    def arrived(self, *, wait: bool = False) -> Iterator[tuple[K, T | None]]:
+        """What has come since, each once; None for what has failed.
 
         Args:
             wait: Whether to wait for what has not.
         """
         for key, job in list(self._jobs.items()):
+            if job.process != os.getpid():
+                del self._jobs[key]
+                continue
             if wait:
                 job.done.wait()
             if job.done.is_set():
                 del self._jobs[key]
-                yield key, job.result()
+                yield key, job.found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -64,6 +66,16 @@ def same(one: Fit, other: Fit) -> bool:
     return one.error == other.error and bool((one.values_at(dims) == other.values_at(dims)).all())
 
 
+def arrives(fits: Fits) -> bool:
+    """Whether a late one comes."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if fits.settle():
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def upto(count: int) -> Asked:
     """Asked for each number of sizes up to one."""
     asked = Asked()
@@ -81,9 +93,9 @@ def test_training_goes_on_with_the_one_before() -> None:
     assert before.error > GOOD_ERROR
     asked.measured()
     assert asked.of(MAY_BE_LATE) is before
-    assert asked.fits.settle(wait=True)
+    assert arrives(asked.fits)
     assert same(asked.of(MAY_BE_LATE), at_once(MAY_BE_LATE))
-    assert not asked.fits.settle(wait=True)
+    assert not asked.fits.settle()
 
 
 def test_one_that_came_after_the_next_size() -> None:
@@ -91,20 +103,45 @@ def test_one_that_came_after_the_next_size() -> None:
     asked = upto(MAY_BE_LATE)
     asked.measured()
     asked.of(MAY_BE_LATE + 1)
-    assert asked.fits.settle(wait=True)
+    assert arrives(asked.fits)
     assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE))
-    assert asked.fits.settle(wait=True)
+    assert arrives(asked.fits)
     assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE + 1))
 
 
-def test_who_does_not_hurry_waits() -> None:
-    """Reports and questions are answered by all that was measured."""
+def test_who_does_not_hurry_is_told_by_all_that_was_measured() -> None:
+    """And training learns of it: its plans were made by what stood in."""
     asked = upto(MAY_BE_LATE)
+    assert asked.fits.is_late
+    with asked.fits.at_leisure():
+        assert same(asked.of(MAY_BE_LATE), at_once(MAY_BE_LATE))
+    assert not asked.fits.is_late
+    assert asked.fits.settle()
+    assert same(asked.of(MAY_BE_LATE), at_once(MAY_BE_LATE))
+
+
+def test_copies_have_no_stand_ins() -> None:
+    """What is being made is not copied; it is begun anew."""
+    other = copy.deepcopy(upto(MAY_BE_LATE))
+    other.of(MAY_BE_LATE)
+    assert arrives(other.fits)
+    assert same(other.of(MAY_BE_LATE), at_once(MAY_BE_LATE))
+
+
+def test_a_fit_that_fails_fails_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a thread, where nobody sees it."""
+    asked = upto(MAY_BE_LATE - 1)
     asked.measured()
-    asked.of(MAY_BE_LATE + 1)
-    asked.fits.settle(wait=True)
-    asked.fits.hurries = False
-    assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE + 1))
+
+    def fails(*_: object) -> Fit:
+        raise ValueError("no fit")
+
+    monkeypatch.setattr("lightning_mimose.predict.fits.best_fit", fails)
+    until = time.monotonic() + 30
+    with pytest.raises(ValueError, match="no fit"):
+        while time.monotonic() < until:
+            asked.of(MAY_BE_LATE)
+            asked.fits.settle()
 
 
 def test_good_fits_are_never_late() -> None:
@@ -113,7 +150,7 @@ def test_good_fits_are_never_late() -> None:
     for number in range(1, len(SIDES) + 1):
         assert asked.of(number).sizes == number
         asked.measured()
-    assert not asked.fits.settle(wait=True)
+    assert not asked.fits.settle()
 
 
 @pytest.mark.parametrize("count", range(1, MAY_BE_LATE))
