@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import may_be_surfaces
-from lightning_mimose.predict.fit import GOOD_ERROR, Fit, Value, best_fit
+from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
 from lightning_mimose.predict.late import Late
 from lightning_mimose.predict.structure import Structure
 
 MAY_BE_LATE = 6
-"""Sizes of images from which on a fit that was no good before comes late: others take little time."""
+"""Sizes of images from which on a fit that was hopeless before comes late: others take little time."""
+HOPELESS_ERROR = 2 * USABLE_ERROR
+"""Share of the step's peak: nothing is planned by a fit that misses sizes by more, however many there are."""
 
 Key: TypeAlias = tuple[tuple[str, int], ...]
 """A size: its named dimensions, sorted."""
@@ -90,8 +92,8 @@ class Fits:
         return fit
 
     def _may_be_late(self, slot: Slot, before: Fit, sizes: Sequence[Mapping[str, int]]) -> bool:
-        is_long = len(sizes) >= MAY_BE_LATE and before.error > GOOD_ERROR and may_be_surfaces(sizes)
-        return is_long and slot not in self._failed
+        is_hopeless = len(sizes) >= MAY_BE_LATE and before.error > HOPELESS_ERROR and may_be_surfaces(sizes)
+        return is_hopeless and slot not in self._failed
 
     @property
     def is_late(self) -> bool:

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.predict.fit import GOOD_ERROR, Fit, best_fit
-from lightning_mimose.predict.fits import MAY_BE_LATE, Fits, Key
+from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits, Key
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
@@ -90,7 +90,7 @@ def test_training_goes_on_with_the_one_before() -> None:
     """Until the late one is taken in, which is what it would have been at once."""
     asked = upto(MAY_BE_LATE - 1)
     before = asked.of(MAY_BE_LATE - 1)
-    assert before.error > GOOD_ERROR
+    assert before.error > HOPELESS_ERROR
     asked.measured()
     assert asked.of(MAY_BE_LATE) is before
     assert arrives(asked.fits)
