@@ -120,7 +120,7 @@ class Fits:
             if additions == self._additions:
                 self._fits.setdefault(slot, fit)
                 self._stood_in.discard(slot)
-            else:  # more was measured since
+            elif slot not in self._before or self._before[slot].sizes <= fit.sizes:  # more was measured since
                 self._before[slot] = fit
                 self._without[slot[1:]] = fit.without
         news, self._news = self._news, False

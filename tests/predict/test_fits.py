@@ -109,6 +109,18 @@ def test_one_that_came_after_the_next_size() -> None:
     assert same(asked.of(MAY_BE_LATE + 1), at_once(MAY_BE_LATE + 1))
 
 
+def test_one_that_comes_after_a_newer_one() -> None:
+    """It does not take its place."""
+    asked = upto(MAY_BE_LATE)
+    asked.measured()
+    with asked.fits.at_leisure():
+        newer = asked.of(MAY_BE_LATE + 1)
+    asked.measured()
+    time.sleep(0.3)  # by then it has come, and otherwise this tests nothing
+    asked.fits.settle()
+    assert asked.of(MAY_BE_LATE + 2) is newer
+
+
 def test_who_does_not_hurry_is_told_by_all_that_was_measured() -> None:
     """And training learns of it: its plans were made by what stood in."""
     asked = upto(MAY_BE_LATE)
