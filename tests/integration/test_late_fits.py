@@ -12,6 +12,7 @@ import torch
 
 from lightning_mimose import Mimose
 from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.fits import MAY_BE_LATE
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, text_batch
 
@@ -65,7 +66,7 @@ def test_nothing_but_time_depends_on_them(lawless: list[int]) -> None:
     assert all(map(torch.equal, weights, again))
     assert max(held) <= budget < max(peaks)
     assert not all(record.sheltered for record in mimose.records)
-    assert len(set(lawless)) > 6
+    assert max(lawless) >= MAY_BE_LATE  # one was made beside the training
     mimose.smallest_feasible_bytes({"size": 47})
     assert not mimose._advisor.estimator.fits.is_late
     mimose.close()
