@@ -92,12 +92,6 @@ class Forecast:
         """
         return self._timeline_for(self.size_of(batch_or_size))
 
-    def _forget_plans(self) -> None:
-        """What plans, peaks and views were made from is no longer believed."""
-        self._actual_peaks.clear()
-        self._views.clear()
-        self.misses.plans_forgotten()
-
     def _unlike(self, size: BatchSize) -> str:
         """What sets a size apart from all that were measured, in words."""
         dims = dict(size.dims)

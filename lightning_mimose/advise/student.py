@@ -128,6 +128,12 @@ class Student(Forecast):
             self.left_out = set(units)
             self._forget_plans()
 
+    def _forget_plans(self) -> None:
+        """What plans, peaks and views were made from is no longer believed."""
+        self._actual_peaks.clear()
+        self._views.clear()
+        self.misses.plans_forgotten()
+
     def guarded(self) -> dict[str, str]:
         """Unit -> what is not done with it, and why."""
         kept, changed = "kept in full: results of", "came out different when made again"
