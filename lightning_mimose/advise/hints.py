@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from lightning_mimose.predict.structure import Structure
 
 WORTH_SHARE = 0.02
 """Advice that would lower the peak by less than this share of it is not given."""
+FRAGMENTED_SHARE = 0.03
+"""Share of the budget that the allocator may hold for nobody without advice."""
 _WITHOUT_SOFTMAX, _WITH_SOFTMAX = "lean+masks", "lean+attention"
 
 
@@ -42,6 +45,29 @@ def update_hint(
         f"The update of {grouped[0]} is the peak of the step ({format_bytes(update_peak_bytes)}), for it makes "
         f"temporaries of all parameters at once ({format_bytes(transient_bytes)}). With foreach=False, or fused=True "
         f"where the device has it, the peak would be up to {format_bytes(gain)} lower."
+    )
+
+
+def allocator_hint(fragmentation_bytes: int, budget_bytes: int) -> str | None:
+    """What to do about an allocator that holds much beyond what tensors ask it for.
+
+    Batches of many sizes leave parts of segments unused that fit no other tensor.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
+
+    Args:
+        fragmentation_bytes: What that comes to in a step that fills the budget.
+        budget_bytes: The budget.
+
+    Returns:
+        Advice; None where it is little, or where the advice was followed.
+    """
+    told = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if fragmentation_bytes < FRAGMENTED_SHARE * budget_bytes or "expandable_segments:True" in told:
+        return None
+    return (
+        f"The device's allocator holds up to {format_bytes(fragmentation_bytes)} of the budget beyond what tensors ask "
+        "it for, and plans leave that free. Started with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
+        "environment (PYTORCH_ALLOC_CONF from torch 2.9 on) it mostly holds less."
     )
 
 

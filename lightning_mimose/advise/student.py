@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
-from lightning_mimose.measure.observe import RNG_STATE_BYTES, Observation
+from lightning_mimose.measure.counters import Counters
+from lightning_mimose.measure.observe import Observation
+from lightning_mimose.measure.trace import RNG_STATE_BYTES
 from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
@@ -106,15 +108,22 @@ class Student(Forecast):
             self._forget_plans()
         return news
 
-    def learn_out_of_memory(self, predicted_bytes: int | None) -> None:
-        """The device had less than was planned with: keep a share of the budget free for a while."""
+    def learn_out_of_memory(self, predicted_bytes: int | None, failed: Counters | None) -> None:
+        """The device had less than was planned with: keep a share of the budget free for a while.
+
+        Args:
+            predicted_bytes: What it had been predicted to need.
+            failed: What its allocator counted when it failed, where one counts.
+        """
+        if failed is not None:
+            self.misses.ran_out(failed.requested_peak_bytes, failed.reserved_bytes, self.budget_bytes)
         if predicted_bytes is not None:
             self.misses.out_of_memory(self.budget_bytes)
         self._forget_plans()
 
-    def learn_reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> None:
-        """Learn what the allocator reserves beyond what is allocated; plans leave it free."""
-        if self.misses.reserved(allocated_peak_bytes, reserved_peak_bytes):
+    def learn_held(self, measured_peak_bytes: int, held_bytes: int) -> None:
+        """Learn what the allocator holds beyond what tensors asked it for; plans leave it free."""
+        if self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
             self._forget_plans()
 
     def forget(self) -> None:

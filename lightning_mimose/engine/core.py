@@ -32,8 +32,10 @@ from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
+from lightning_mimose.measure import counters
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
+from lightning_mimose.measure.others import Others, take_workspaces
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
@@ -134,6 +136,7 @@ class Engine:
             self._attachment,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
+            Others(self.device),
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
@@ -156,8 +159,8 @@ class Engine:
         return memory.free_bytes // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # every rank takes its own
 
     def _held_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_reserved(self.device))
+        if counters.exist(self.device):
+            return counters.read(self.device).reserved_bytes
         return self.ledger.lasting_bytes() + self.ledger.gradient_bytes
 
     # --- attaching --------------------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ class Engine:
             UnitsError: Every unit is checkpointed already.
         """
         self._attachment.attach()
+        take_workspaces(self.device)
 
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
@@ -416,11 +420,12 @@ class Engine:
         before = {unit: action for unit, action in self.session.actions.items() if unit not in self.session.met}
         if self.session.met:
             self._lessons.of_strangers(step)
+        failed = counters.read(self.device) if counters.exist(self.device) else None
         self._metering.stop(step)
         step.in_backward, step.retried = False, True
         self._attachment.take_refusals()
         if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
-            self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes)
+            self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes, failed)
             if step.advice.bounded:
                 self.advisor.bounds.refute()
         step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)

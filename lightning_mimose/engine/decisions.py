@@ -23,6 +23,7 @@ from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError
+from lightning_mimose.measure.others import Others
 from lightning_mimose.measure.resident import ResidentLedger, batch_bytes
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
@@ -45,6 +46,7 @@ class Decisions:
         attachment: Tells plans what is never recomputed.
         agreement: How the ranks of a sharded model come to one plan, if it is one.
         tenancy: The part of a shared budget, if it is one.
+        others: What else is on the device.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Decisions:
         attachment: Attachment,
         agreement: Agreement | None,
         tenancy: Tenancy | None,
+        others: Others,
     ) -> None:
         self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
         self._update, self._refuser, self._trials = update, refuser, trials
@@ -66,6 +69,7 @@ class Decisions:
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
+        self._others = others
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; what the first update of what is trained will allocate is reserved from now on.
@@ -108,7 +112,8 @@ class Decisions:
                 advisor.misses.verified = 0
                 self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
-        lasting = ledger.lasting_bytes() + data
+        others = self._others.count(ledger.there_bytes() + data)
+        lasting = ledger.lasting_bytes() + data + others
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
         if self._session.news:
@@ -140,6 +145,7 @@ class Decisions:
             advice,
             resident,
             data,
+            others,
             actions,
             time.perf_counter() - began,
             accumulates,

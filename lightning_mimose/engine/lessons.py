@@ -10,10 +10,11 @@ from torch import nn
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advice import with_reserve
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.advise.hints import attention_hint, size_hint, update_hint
+from lightning_mimose.advise.hints import allocator_hint, attention_hint, size_hint, update_hint
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
+from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
@@ -71,12 +72,14 @@ class Lessons:
         if not step.sheltered and self._learnt:
             self._learnt = 0
             self._hint("size", None)
-        if step.recorder is None or step.gradients is None or not step.measuring:
+        if step.recorder is None or not step.measuring:
             return
-        step.recorder.mark("step", "end")
+        if isinstance(step.recorder, StepRecorder):
+            step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
         self._session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
-        step.gradients.close()
+        if step.gradients is not None:
+            step.gradients.close()
         if not trace.marks:
             self._count_unmeasured()
             return
@@ -95,7 +98,7 @@ class Lessons:
         if step.recorder is None or not step.measuring:
             return
         step.evaluated_again |= self._update.evaluates
-        state_before = step.resident.lasting_bytes - step.batch_bytes
+        state_before = step.resident.lasting_bytes - step.batch_bytes - step.others_bytes
         seen = step.recorder.sees_old_frees or not step.evaluated_again
         trace, step.recorder = step.recorder.stop(), None
         if not seen:
@@ -134,9 +137,11 @@ class Lessons:
         peak = step.resident.lasting_bytes + trace.peak_bytes
         reached = max(peak, step.resident.lasting_bytes + trace.aside_peak_bytes)
         step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
-        if trace.reserved_peak_bytes is not None:
-            step.reserved_peak_bytes = max(trace.reserved_peak_bytes, step.reserved_peak_bytes or 0)
-            self._advisor.learn_reserved(step.measured_peak_bytes, step.reserved_peak_bytes)
+        if trace.allocator is not None:
+            step.reserved_peak_bytes = max(trace.allocator.reserved_bytes, step.reserved_peak_bytes or 0)
+            self._advisor.learn_held(step.measured_peak_bytes, trace.allocator.held_bytes)
+            fragmented = self._advisor.misses.fragmentation_bytes
+            self._hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak
 
     def _compare(self, step: Step, peak: int) -> None:
@@ -146,6 +151,8 @@ class Lessons:
         exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
         # What was compared beside it took memory of its own, but never more than the budget leaves.
         clean = not self._session.compared or peak > budget
+        # Nor had one that ran again the old gradients, which had been let go of.
+        clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
         if plan is not None and predicted is not None and exact and clean:

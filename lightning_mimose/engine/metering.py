@@ -7,9 +7,11 @@ import torch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.engine.lessons import Lessons
 from lightning_mimose.engine.step import Step
+from lightning_mimose.measure import counters
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.inputs import InputWatch
+from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 
 VERIFIED_STEPS = 3
@@ -25,7 +27,7 @@ class Metering:
     """Measures the steps that learn, and as many others as costs nothing or little.
 
     Args:
-        device: Where the steps run; a meter on an accelerator is free.
+        device: Where the steps run; to measure the peak of one on an accelerator is free, or nearly.
         session: Records the units' calls.
         ledger: Knows the parameters.
         lessons: Knows how many planned steps were held against their predictions.
@@ -40,13 +42,15 @@ class Metering:
     ) -> None:
         self._device, self._session, self._ledger, self._lessons = device, session, ledger, lessons
         self._profile = profile
-        self._is_free = device.type != "cpu"
+        self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
 
     def arm(self, step: Step) -> None:
         """Give a step a meter, if it is to be measured."""
         self._bounded += step.advice.bounded
-        if step.sheltered or self._measures_planned(step):
+        if self._is_free and not step.sheltered:
+            step.recorder = PeakRecorder(self._device, step.resident.lasting_bytes)
+        elif step.sheltered or self._measures_planned(step):
             step.gradients = GradientLedger(
                 self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
             )
@@ -54,8 +58,6 @@ class Metering:
             step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile)
 
     def _measures_planned(self, step: Step) -> bool:
-        if self._is_free:
-            return True
         if not step.resident.zeroes_gradients and not step.accumulates:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
             return False
@@ -74,29 +76,35 @@ class Metering:
         if step.recorder is not None and not step.measuring:
             step.measuring = True
             step.recorder.start()
-            if step.sheltered:
+            if step.sheltered and isinstance(step.recorder, StepRecorder):
                 self._session.record(step.recorder)
-        if not step.sheltered and (step.measuring or self.planned < WATCHED_STEPS):
+        if not step.sheltered and (self.planned < WATCHED_STEPS or self._watches(step)):
             self._session.follow_inputs(InputWatch(step.known()))
+
+    def _watches(self, step: Step) -> bool:
+        return self.planned % MEASURE_EVERY == 0 if self._is_free else step.measuring
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
         if self._session.watch is not None:
             step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
             self._session.watch = None
-        if step.gradients is not None and step.recorder is not None and step.measuring:
+        if step.gradients is not None and isinstance(step.recorder, StepRecorder) and step.measuring:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
 
     def end_backward(self, step: Step) -> None:
         """A backward pass is done; a sheltered step learns who still holds what."""
-        if step.sheltered and step.recorder is not None and not step.updating:
+        if step.sheltered and isinstance(step.recorder, StepRecorder) and not step.updating:
             step.recorder.end_backward()
 
     def begin_update(self, step: Step) -> None:
         """Measure the update of a step whose forward and backward were measured."""
-        step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
-        step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
+        if self._is_free:
+            step.recorder = PeakRecorder(self._device, step.resident.lasting_bytes)
+        else:
+            step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
+            step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
         step.recorder.start()
 
     def stop(self, step: Step) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning_mimose.advise.advice import Advice
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -25,6 +26,7 @@ class Step:
         advice: What the advisor said.
         resident: What is resident.
         batch_bytes: The batch's part of it.
+        others_bytes: The part of what is on the device besides.
         actions: The plan in force.
         planning_seconds: What planning took.
         accumulates: Whether backward adds to gradients that are there.
@@ -48,11 +50,12 @@ class Step:
     advice: Advice
     resident: Resident
     batch_bytes: int
+    others_bytes: int
     actions: dict[str, str]
     planning_seconds: float
     accumulates: bool
     known: Callable[[], Sequence[torch.Tensor]]
-    recorder: StepRecorder | None = None
+    recorder: StepRecorder | PeakRecorder | None = None
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None

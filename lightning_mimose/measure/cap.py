@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from lightning_mimose.measure import counters
+
 
 class ReservedCap:
     """Caps what this process may reserve on a CUDA device, and gives the old limit back.
 
     With the cap a misprediction fails in this process, as an out-of-memory error, not in a neighbour's. Before it
-    fails the allocator returns cached blocks and tries again. Other devices have no such limit, and nothing is done.
+    fails the allocator returns cached blocks and tries again. What it has cached beyond the budget when the cap is set
+    is returned at once. Other devices have no such limit, and nothing is done.
 
     Args:
         device: The device.
@@ -30,6 +33,8 @@ class ReservedCap:
         self._before = float(current(self._device)) if current is not None else 1.0
         total = torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total), self._device)
+        if counters.read(self._device).reserved_bytes > self._budget_bytes:
+            torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Put the old limit back, if `apply` changed it."""

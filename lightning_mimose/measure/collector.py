@@ -17,14 +17,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.casts import CachedCasts
+from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve, GradientBytes
 from lightning_mimose.measure.cycles import Cycles
-from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, LET_GO, Call, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import storages_in
 from lightning_mimose.predict.shapes import NEVER
@@ -61,7 +61,7 @@ class StepRecorder:
         self._curve = Curve(device, gradient_bytes, profile=profile)
         self._storages = Storages(resident)
         self._calls: list[Call] = []
-        self.replays = Replays(self._curve, self._storages, self._calls, count_flops=count_flops)
+        self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
@@ -141,6 +141,7 @@ class StepRecorder:
             if call.is_unseen:
                 call.saved = dict(call.packed)
         measured = self._curve.stop()
+        self.replays.tell_times()
         self.inputs.close()
         self._storages.clear()
         self._outputs.clear()
@@ -151,7 +152,7 @@ class StepRecorder:
             measured.marks,
             measured.intervals,
             frozenset(self._saved_between),
-            measured.reserved_peak_bytes,
+            measured.allocator,
             measured.aside_peak_bytes,
             self.replays.passes_apart,
             measured.pieces,

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_mimose.measure.meter import Interval, Meter, make_meter
+from lightning_mimose.measure import counters
+from lightning_mimose.measure.meter import Allocator, Interval, Meter, make_meter
 from lightning_mimose.measure.trace import Mark, Piece
 
 GradientBytes = Callable[[], tuple[int, int]]
@@ -22,7 +23,7 @@ class Measured(NamedTuple):
     marks: tuple[Mark, ...]
     intervals: tuple[Interval, ...]
     pieces: tuple[Piece, ...]
-    reserved_peak_bytes: int | None
+    allocator: Allocator | None
     aside_peak_bytes: int
 
 
@@ -75,7 +76,7 @@ class Curve:
         assert self._meter is not None
         self._meter.mark()
         # On CPU a meter sees the thread it was started in, and a backward may run in another one.
-        self._missed = self._missed or (self._device.type == "cpu" and threading.get_ident() != self._thread)
+        self._missed = self._missed or (not counters.exist(self._device) and threading.get_ident() != self._thread)
         return self._open(owner, name)
 
     def cut(self, key: str, what: str, item: int) -> None:
@@ -137,6 +138,6 @@ class Curve:
                 for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
                 if owner is not None
             ),
-            self._meter.reserved_peak_bytes,
+            self._meter.allocator,
             before + aside,
         )

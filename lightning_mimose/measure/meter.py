@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as _profiler
 from torch.autograd.profiler import profile, record_function
 
+from lightning_mimose.measure import counters
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
 from lightning_mimose.parts import storages_in
@@ -49,16 +50,28 @@ class Interval:
     rest_bytes: int | None = None
 
 
+class Allocator(NamedTuple):
+    """What the allocator of an accelerator had at most while a meter ran.
+
+    Attributes:
+        held_bytes: What it could not do without, see `counters.Counters`.
+        reserved_bytes: What it had from the device.
+    """
+
+    held_bytes: int
+    reserved_bytes: int
+
+
 class Meter(Protocol):
     """What a meter can do; `start` opens the first interval, every `mark` another, `stop` returns them all.
 
     Attributes:
         sees_old_frees: Whether freeing memory that is older than the start lowers the curve.
-        reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
+        allocator: What the device's allocator had at most, None where none counts.
     """
 
     sees_old_frees: bool
-    reserved_peak_bytes: int | None
+    allocator: Allocator | None
 
     def start(self) -> None:
         """Begin, and open the first interval."""
@@ -80,7 +93,7 @@ def make_meter(device: torch.device, *, profile: bool = True) -> Meter:
         device: What is measured.
         profile: False where somebody else's profiler may start at any time; torch allows one.
     """
-    if device.type != "cpu":
+    if counters.exist(device):
         return AcceleratorMeter(device)
     # There is one session in a process, and a second one that another thread opens ends it with a crash. The first
     # question is answered per thread, the second for sessions that were opened from Python.
@@ -92,41 +105,38 @@ def make_meter(device: torch.device, *, profile: bool = True) -> Meter:
 
 def has_memory_counters(device: torch.device) -> bool:
     """Whether peaks can be measured on this device at all."""
-    if device.type == "cpu":
-        return True
-    try:
-        torch.accelerator.memory_allocated(device)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return device.type == "cuda"
-    return True
+    return not counters.exist(device) or counters.can_be_read(device)
 
 
 class AcceleratorMeter:
-    """Reads the caching allocator's own counters. Resets its peak counter at every mark."""
+    """Reads the caching allocator's own counters: what tensors ask for. Resets its peaks at every mark.
+
+    Limitations:
+        What is older than the step and goes in its midst (but for gradients) lowers the curve from there on.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        # `torch.accelerator` has had memory counters since torch 2.9; `torch.cuda` always.
-        self._memory: Any = torch.accelerator if hasattr(torch.accelerator, "memory_allocated") else torch.cuda
         self._device = device
         self._start_bytes = 0
         self._level_bytes = 0
         self._intervals: list[Interval] = []
         self.sees_old_frees = True
-        self.reserved_peak_bytes: int | None = None
+        self.allocator: Allocator | None = None
 
     def start(self) -> None:
-        """Reset the allocator's peak and remember what is allocated."""
-        self._memory.reset_peak_memory_stats(self._device)
-        self._start_bytes = self._level_bytes = int(self._memory.memory_allocated(self._device))
+        """Reset the allocator's peaks and remember what there is."""
+        counters.reset_peaks(self._device)
+        self._start_bytes = self._level_bytes = counters.read(self._device).requested_bytes
 
     def mark(self) -> None:
         """Close the interval with the allocator's peak since the last mark."""
-        peak = int(self._memory.max_memory_allocated(self._device))
+        now = counters.read(self._device)
+        peak = now.requested_peak_bytes
         self._intervals.append(Interval(self._level_bytes - self._start_bytes, peak - self._start_bytes))
-        reserved = int(self._memory.max_memory_reserved(self._device))
-        self.reserved_peak_bytes = max(reserved, self.reserved_peak_bytes or 0)
-        self._memory.reset_peak_memory_stats(self._device)
-        self._level_bytes = int(self._memory.memory_allocated(self._device))
+        held, reserved = self.allocator or (0, 0)
+        self.allocator = Allocator(max(held, now.held_bytes), max(reserved, now.reserved_peak_bytes))
+        counters.reset_peaks(self._device)
+        self._level_bytes = now.requested_bytes
 
     def hold(self, owner: object, nbytes: int) -> None:
         """The host's memory is not the accelerator's."""
@@ -160,7 +170,7 @@ class ProfilerMeter:
         self._profile: profile = _MemoryProfile(use_kineto=True, profile_memory=True)
         self._running = False
         self.sees_old_frees = False
-        self.reserved_peak_bytes: int | None = None
+        self.allocator: Allocator | None = None
 
     def start(self) -> None:
         """Start the profiler; waits for another thread's session to end, if one began since `make_meter` looked."""
@@ -275,7 +285,7 @@ class DispatchMeter(ThreadedMode):
         self._gathered: dict[int, torch.UntypedStorage] = {}
         self._intervals: list[Interval] = []
         self.sees_old_frees = False
-        self.reserved_peak_bytes: int | None = None
+        self.allocator: Allocator | None = None
 
     def start(self) -> None:
         """Enter the mode."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.handing import handing_shapes, handings
@@ -18,9 +17,6 @@ from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
 from lightning_mimose.predict.structure import Structure
-
-RNG_STATE_BYTES = torch.get_rng_state().nbytes
-"""A region keeps the state of the host's generator besides its inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +60,16 @@ def observe(
         (interval.level_bytes - mark.new_gradient_bytes, interval.peak_bytes - mark.new_gradient_bytes)
         for interval, mark in zip(trace.intervals, trace.marks, strict=True)
     ]
+    state_bytes = trace.random_state_bytes
     region_of = {id(call): _region(call) for call in trace.calls}
-    by_call = _saved_by(trace.calls, region_of)
+    by_call = _saved_by(trace.calls, region_of, state_bytes)
     saved = {key: each.nbytes for key, each in by_call.items()}
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
     holding = _held_until(trace.calls, region_of)
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
-    dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
+    dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks), state_bytes)
     kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
     ending = [lends[id(call)] for call in regions]
     pieces = pieces_beside(trace, ending)
@@ -91,7 +88,7 @@ def observe(
             end = call.marks.get("again_out", again + 1)
             working = max(peak for _, peak in activation[again:end]) - activation[again][0]
             # Recomputed itself, it would keep the present random state aside meanwhile, as its region does.
-            working += 0 if call is region else RNG_STATE_BYTES
+            working += 0 if call is region else state_bytes
         is_region = call is region and again is not None
         at = call.marks.get("backward")
         entry = lean = -1
@@ -99,7 +96,7 @@ def observe(
             # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = activation[call.marks["in"] : call.marks["out"]]
             # Likewise, it would keep the random state of its forward from the start.
-            stashed = 0 if call is region else RNG_STATE_BYTES
+            stashed = 0 if call is region else state_bytes
             lean = columns.add(max(peak for _, peak in inside) - inside[0][0] + stashed)
             first = region.marks["in"]
             since = 0 if again is None else activation[again][0] - activation[region.marks["again"]][0]
@@ -150,7 +147,7 @@ def observe(
         peak = activation[index][1] + dropped[index]
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
-            peak = kept[index] - mark.new_gradient_bytes + dropped[index] - RNG_STATE_BYTES
+            peak = kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes
         elif owner is not None and index < began:
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
@@ -257,7 +254,7 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
     return tuple(parents[unit] for unit in units)
 
 
-def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, SavedBy]:
+def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call], state_bytes: int) -> dict[int, SavedBy]:
     """What recomputing each call would free, by its identity."""
     members: dict[int, list[Call]] = {}
     for call in calls:
@@ -278,17 +275,17 @@ def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, 
         for c in inside:
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
-        found[id(call)] = SavedBy(max(0, sum(only.values()) - RNG_STATE_BYTES), only, mine, held)
+        found[id(call)] = SavedBy(max(0, sum(only.values()) - state_bytes), only, mine, held)
     return found
 
 
 def _dropped_per_interval(
-    regions: list[Call], by_call: dict[int, SavedBy], lends: dict[int, Lent], count: int
+    regions: list[Call], by_call: dict[int, SavedBy], lends: dict[int, Lent], count: int, state_bytes: int
 ) -> NDArray[np.int64]:
     """Bytes that would be alive besides at each mark had every region been kept; less, where they save next to none."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
         out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
-        dropped[out:end] += sum(by_call[id(call)].only.values()) - RNG_STATE_BYTES
+        dropped[out:end] += sum(by_call[id(call)].only.values()) - state_bytes
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped

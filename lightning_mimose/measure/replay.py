@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,12 +13,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
-from lightning_mimose.measure.observe import RNG_STATE_BYTES
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, Call, LeanItem, ResultItem
+from lightning_mimose.measure.trace import IS_GONE, RNG_STATE_BYTES, Call, LeanItem, ResultItem
 from lightning_mimose.parts import plain_parts
 
 
@@ -58,6 +57,7 @@ class Replays:
         curve: Where they are marked.
         storages: Their numbers.
         calls: The step's calls so far.
+        clock: Takes their times.
         count_flops: Whether to count operations.
 
     Attributes:
@@ -66,8 +66,11 @@ class Replays:
             graph, or one in the midst of the forward.
     """
 
-    def __init__(self, curve: Curve, storages: Storages, calls: Sequence[Call], *, count_flops: bool) -> None:
+    def __init__(
+        self, curve: Curve, storages: Storages, calls: Sequence[Call], clock: Clock, *, count_flops: bool
+    ) -> None:
         self._curve, self._storages, self._calls, self._count_flops = curve, storages, calls, count_flops
+        self._clock, self._times = clock, list[tuple[Call, Any, Any]]()
         self._expected: Iterator[Call] | None = None
         """The calls inside the region that runs again, which come in the same order. One region at a time: a region has
         none inside it."""
@@ -169,7 +172,7 @@ class Replays:
         around = _Held()
         self._curve.hold(around, RNG_STATE_BYTES)  # the checkpoint keeps the present random state aside meanwhile
         call.marks["again"] = self._curve.mark(call.key, "again")
-        began = time.perf_counter()
+        began = self._clock.now()
         try:
             with (
                 survey.recompute_run() if survey is not None else nullcontext(),
@@ -180,7 +183,7 @@ class Replays:
             if survey is not None:
                 call.items, call.results, call.versions = survey.items(), survey.results(), survey.versions()
         finally:
-            call.seconds = time.perf_counter() - began
+            self._times.append((call, began, self._clock.now()))
             call.dynamic = flops.dynamic
             self._expected, self._stack = None, []
             call.marks["again_out"] = self._curve.mark(call.key, "again_out")
@@ -199,15 +202,21 @@ class Replays:
         call.marks["again"] = self._curve.mark(call.key, "again")
         flops = FlopTally.active()
         self._flops_before[call.key] = (flops.total, flops.besides) if flops else (0, 0)
-        began = time.perf_counter()
+        began = self._clock.now()
         try:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
-        call.seconds = time.perf_counter() - began
+        self._times.append((call, began, self._clock.now()))
         call.outputs = self._storages.in_order(out)
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
+
+    def tell_times(self) -> None:
+        """Tell the calls what their recomputations took: the step is over."""
+        for call, began, ended in self._times:
+            call.seconds = self._clock.seconds_between(began, ended)
+        self._times.clear()
 
     def _saved_in(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         """The storages that keeping a tensor keeps; none of what is resident."""

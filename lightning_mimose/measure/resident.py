@@ -292,6 +292,10 @@ class ResidentLedger:
         """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
         return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes()
 
+    def there_bytes(self) -> int:
+        """All that is there between two steps: with gradients, and without what is only reserved."""
+        return self._fixed_bytes + self.state_bytes() + self.gradient_bytes
+
     def unfilled_bytes(self) -> int:
         """The part of it that is only reserved: state that grows and has not come yet."""
         return max(0, self._growing_bytes - self.state_bytes()) if self._growing_bytes else 0

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from lightning_mimose.measure.meter import Interval
+import torch
+
+from lightning_mimose.measure.meter import Allocator, Interval
 from lightning_mimose.menu import RECOMPUTE
+
+RNG_STATE_BYTES = torch.get_rng_state().nbytes
+"""A region keeps the state of the host's generator besides its inputs."""
 
 
 def call_key(unit: str, occurrence: int) -> str:
@@ -230,7 +235,7 @@ class StepTrace:
         marks: Every mark, in order of time.
         intervals: As many as `marks`.
         saved_between: Storage ids that operations outside every region saved for backward.
-        reserved_peak_bytes: What the allocator reserved at most, None where nothing is reserved.
+        allocator: What the device's allocator had at most, None where none counts.
         aside_peak_bytes: Largest bytes while something ran that is no part of the step (units being proven).
         passes_apart: Whether a region was recomputed for another pass than the step's own: a second one over the same
             graph, or one in the midst of the forward.
@@ -244,12 +249,17 @@ class StepTrace:
     marks: tuple[Mark, ...]
     intervals: tuple[Interval, ...]
     saved_between: frozenset[int] = frozenset()
-    reserved_peak_bytes: int | None = None
+    allocator: Allocator | None = None
     aside_peak_bytes: int = 0
     passes_apart: bool = False
     pieces: tuple[Piece, ...] = ()
     outlived: frozenset[int] = frozenset()
     let_go: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def random_state_bytes(self) -> int:
+        """What of a region's random state is seen: it is in the host's memory."""
+        return RNG_STATE_BYTES if self.allocator is None else 0
 
     @cached_property
     def ends(self) -> dict[Event, int]:

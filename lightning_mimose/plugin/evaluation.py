@@ -6,7 +6,9 @@ from typing import Any
 
 from lightning_mimose.engine.core import Engine
 from lightning_mimose.engine.tenancy import Tenancy
+from lightning_mimose.measure import counters
 from lightning_mimose.measure.meter import Meter, make_meter
+from lightning_mimose.measure.others import bytes_beside
 from lightning_mimose.measure.resident import batch_bytes
 
 
@@ -31,13 +33,15 @@ class EvaluationMeter:
 
     def begin(self, engine: Engine, batch: Any, batch_idx: int, stage: str, loader: int = 0) -> None:
         """Start measuring a batch of one of the stage's loaders."""
-        measured = engine.device.type != "cpu" or not batch_idx
+        measured = counters.exist(engine.device) or not batch_idx
         self._tenancy = engine.tenancy
         if not measured and self._tenancy is None:
             return
         self._stage, self._loader, self._batch_bytes = stage, loader, batch_bytes(batch)
         engine.ledger.count_gradients()
-        self._resident_bytes = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes + self._batch_bytes
+        others = bytes_beside(engine.device, engine.ledger.there_bytes() + self._batch_bytes)
+        resident = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes
+        self._resident_bytes = resident + self._batch_bytes + others
         if self._tenancy is not None:
             largest, took = self._known.get((stage, loader), (-1, 0))
             fresh = self._batch_bytes > largest

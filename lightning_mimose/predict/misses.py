@@ -8,6 +8,10 @@ UNRELATED_SHARE = 0.25
 """By how much a planned step may be below its prediction for that to have held, more or less."""
 SURPLUS_LEFT = 0.9
 """What is left of the bytes that a step was above its prediction, with each step that does without them."""
+FRAGMENTATION_LEFT = 0.999
+"""The same of what the allocator held beyond what it was asked for."""
+FRAGMENTATION_SHARE = 0.01
+"""Share of the budget by which that has to fall for plans to be made anew."""
 OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 
@@ -17,7 +21,8 @@ class Misses:
 
     Attributes:
         surplus_bytes: What is left of the bytes by which steps were above their predictions.
-        fragmentation_bytes: What the allocator reserves beyond what is allocated.
+        fragmentation_bytes: What the allocator may hold beyond what tensors ask it for, and not give back, in a step
+            that fills the budget.
         verified: Planned steps in a row whose prediction held, more or less.
         left_free_bytes: What all plans leave free at least that were made since plans were last forgotten.
 
@@ -36,7 +41,7 @@ class Misses:
         self.fragmentation_bytes = 0
         self.verified = 0
         self.left_free_bytes = 0
-        self._largest_allocated_bytes = 0
+        self._largest_measured_bytes = self._seen_bytes = 0
 
     @property
     def kept_free_bytes(self) -> int:
@@ -69,13 +74,24 @@ class Misses:
         """The device had less than was planned with: keep a share of the budget free for a while."""
         self.surplus_bytes = max(self.surplus_bytes, int(OUT_OF_MEMORY_SHARE * budget_bytes))
 
-    def reserved(self, allocated_peak_bytes: int, reserved_peak_bytes: int) -> bool:
-        """Take in what the allocator reserved beyond what was allocated; returns whether that is more than was known.
+    def held(self, measured_peak_bytes: int, held_bytes: int, budget_bytes: int) -> bool:
+        """Take in what the allocator held beyond what it was asked for; returns whether plans are to be made anew.
 
-        What it reserved for an earlier, larger step is no fragmentation, so the largest step counts.
+        What it holds for an earlier, larger step is no fragmentation, so the largest step counts. Steps differ in it:
+        what was seen once is believed for long. One that fills the budget has more of it than the first ones.
         """
-        self._largest_allocated_bytes = max(self._largest_allocated_bytes, allocated_peak_bytes)
-        before = self.fragmentation_bytes
-        self.fragmentation_bytes = max(0, reserved_peak_bytes - self._largest_allocated_bytes)
+        self._largest_measured_bytes = max(self._largest_measured_bytes, measured_peak_bytes)
+        now = max(0, held_bytes - self._largest_measured_bytes)
+        return self._fragmented(max(now, int(self._seen_bytes * FRAGMENTATION_LEFT)), budget_bytes)
+
+    def ran_out(self, requested_peak_bytes: int, reserved_bytes: int, budget_bytes: int) -> None:
+        """The allocator failed: what it had reserved by then and was not asked for, it could not use."""
+        self._largest_measured_bytes = max(self._largest_measured_bytes, requested_peak_bytes)
+        self._fragmented(max(self._seen_bytes, reserved_bytes - requested_peak_bytes), budget_bytes)
+
+    def _fragmented(self, seen_bytes: int, budget_bytes: int) -> bool:
+        before, self._seen_bytes = self.fragmentation_bytes, seen_bytes
+        self.fragmentation_bytes = int(seen_bytes * max(1.0, budget_bytes / max(1, self._largest_measured_bytes)))
         self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
-        return self.fragmentation_bytes > 1.05 * before
+        little = FRAGMENTATION_SHARE * budget_bytes
+        return not before - little <= self.fragmentation_bytes <= 1.05 * before
