@@ -87,12 +87,7 @@ class Advisor(Student):
         return advice
 
     def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
-        self.resident = Resident(
-            resident.lasting_bytes - batch_bytes,
-            resident.old_gradient_bytes,
-            resident.zeroes_gradients,
-            resident.update_bytes - batch_bytes,
-        )
+        self.resident = resident.without(batch_bytes)
         self.estimator.resident_bytes = self.resident.total_bytes
         planned = size.rounded_up()
         plan = self.planner.cache.get(self._key(planned), self.budget_bytes)

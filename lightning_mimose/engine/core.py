@@ -136,7 +136,7 @@ class Engine:
             self._attachment,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
-            Others(self.device),
+            Others(self.device, budget_bytes),
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)

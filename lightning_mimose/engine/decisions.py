@@ -112,8 +112,8 @@ class Decisions:
                 advisor.misses.verified = 0
                 self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
-        others = self._others.count(ledger.there_bytes() + data)
-        lasting = ledger.lasting_bytes() + data + others
+        others, reckoned = self._others.count(ledger.there_bytes() + data)
+        lasting = ledger.lasting_bytes() + data + reckoned
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
         if self._session.news:
@@ -138,6 +138,10 @@ class Decisions:
             self._session.unproven.clear()
         elif actions is None:
             actions = advisor.actions_of(advice.plan)
+        if reckoned > others:
+            if advice.predicted_peak_bytes is not None:
+                advice = advice._replace(predicted_peak_bytes=advice.predicted_peak_bytes - (reckoned - others))
+            resident = resident.without(reckoned - others)
         return Step(
             size,
             batch_idx,

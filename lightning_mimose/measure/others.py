@@ -6,10 +6,8 @@ import torch
 
 from lightning_mimose.measure import counters
 
-GRAIN_BYTES = 1 << 20
-"""Rounded up to a multiple of it, so that a few numbers more that are logged make no plan another."""
-LOWER_STEPS = 50
-"""Steps in a row with less before less is counted on: what comes and goes is there in some of them."""
+GRAIN_SHARE = 1 / 512
+"""Share of the budget to a multiple of which it is rounded up, so that what comes and goes makes no plan another."""
 
 
 def bytes_beside(device: torch.device, resident_bytes: int) -> int:
@@ -27,23 +25,23 @@ def bytes_beside(device: torch.device, resident_bytes: int) -> int:
 
 
 class Others:
-    """Counts that at the start of every step: a little more than there is, and no less than a short while ago.
+    """Counts that at the start of every step.
 
     Args:
         device: Where training runs.
+        budget_bytes: The budget.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known_bytes = self._lately_bytes = self._lower = 0
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        self._device, self._grain_bytes = device, max(1, int(GRAIN_SHARE * budget_bytes))
+        self._known_bytes = 0
 
-    def count(self, resident_bytes: int) -> int:
-        """What to reckon with, see `bytes_beside`."""
-        now = -(-bytes_beside(self._device, resident_bytes) // GRAIN_BYTES) * GRAIN_BYTES
-        self._lately_bytes, self._lower = max(self._lately_bytes, now), self._lower + 1
-        if now >= self._known_bytes or self._lower >= LOWER_STEPS:
-            self._known_bytes, self._lately_bytes, self._lower = max(now, self._lately_bytes), 0, 0
-        return self._known_bytes
+    def count(self, resident_bytes: int) -> tuple[int, int]:
+        """What there is besides, and what to reckon with: up to two grains more, the same for as long as it will do."""
+        now = bytes_beside(self._device, resident_bytes)
+        if not now <= self._known_bytes < now + 2 * self._grain_bytes:
+            self._known_bytes = -(-now // self._grain_bytes) * self._grain_bytes
+        return now, self._known_bytes
 
 
 def take_workspaces(device: torch.device) -> None:

@@ -33,6 +33,12 @@ class Resident(NamedTuple):
         """All that is resident at the step's start."""
         return self.lasting_bytes + self.old_gradient_bytes
 
+    def without(self, nbytes: int) -> Resident:
+        """The same, less some bytes that last."""
+        return Resident(
+            self.lasting_bytes - nbytes, self.old_gradient_bytes, self.zeroes_gradients, self.update_bytes - nbytes
+        )
+
 
 @dataclass(frozen=True)
 class CallShape:

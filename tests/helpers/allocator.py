@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mimose.measure import counters, others
+from lightning_mimose.measure import counters
 from lightning_mimose.measure.counters import Counters
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.parts import storages_in
@@ -199,6 +199,5 @@ def play(monkeypatch: pytest.MonkeyPatch, *, fragments: bool = True) -> Accelera
     monkeypatch.setattr(counters, "exist", lambda device: True)
     monkeypatch.setattr(counters, "read", lambda device: accelerator.allocator.read())
     monkeypatch.setattr(counters, "reset_peaks", lambda device: accelerator.allocator.reset_peaks())
-    monkeypatch.setattr(others, "GRAIN_BYTES", others.GRAIN_BYTES // SCALE)
     monkeypatch.setattr(torch, "Event", Event)
     return accelerator

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_mimose.measure import others
-from lightning_mimose.measure.others import LOWER_STEPS, Others, bytes_beside, take_workspaces
+from lightning_mimose.measure.others import GRAIN_SHARE, Others, bytes_beside, take_workspaces
 from tests.helpers.allocator import WORKSPACE_BYTES, play
 
 DEVICE = torch.device("cpu")
+BUDGET = 10_000_000
+GRAIN = int(GRAIN_SHARE * BUDGET)
 
 
 def test_there_is_nothing_on_a_cpu() -> None:
     """Nobody counts what a process has there."""
     kept = torch.zeros(1 << 20)
-    assert Others(DEVICE).count(0) == bytes_beside(DEVICE, 0) == 0
+    assert Others(DEVICE, BUDGET).count(0) == (0, 0)
+    assert bytes_beside(DEVICE, 0) == 0
     del kept
 
 
@@ -23,28 +25,29 @@ def test_it_is_counted_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
     """What is known is left out, and the rest is rounded up, so that a few numbers more make no other plan."""
     with play(monkeypatch):
         known, besides = torch.zeros(1000), torch.zeros(10_000)
-        counted = Others(DEVICE)
+        counted = Others(DEVICE, BUDGET)
         assert bytes_beside(DEVICE, known.nbytes) == besides.nbytes
-        first = counted.count(known.nbytes)
-        assert besides.nbytes <= first < besides.nbytes + others.GRAIN_BYTES
+        there, first = counted.count(known.nbytes)
+        assert there == besides.nbytes
+        assert 0 <= first - there < GRAIN
         metric = torch.zeros(1)
-        assert counted.count(known.nbytes) == first
-        assert counted.count(10 * known.nbytes + besides.nbytes) == first
+        assert counted.count(known.nbytes) == (there + metric.nbytes, first)
         del metric
+        assert counted.count(10 * known.nbytes + besides.nbytes) == (0, 0)
 
 
-def test_more_counts_at_once_and_less_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes and goes is reckoned with in the steps between."""
+def test_what_comes_and_goes_is_reckoned_with_as_far_as_it_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More counts at once."""
     with play(monkeypatch):
-        grain, counted = others.GRAIN_BYTES, Others(DEVICE)
-        kept = torch.zeros(grain, dtype=torch.uint8)
-        assert counted.count(0) == grain
-        comes = torch.zeros(2 * grain, dtype=torch.uint8)
-        assert counted.count(0) == 3 * grain
+        counted = Others(DEVICE, BUDGET)
+        kept = torch.zeros(10 * GRAIN, dtype=torch.uint8)
+        assert counted.count(0) == (10 * GRAIN, 10 * GRAIN)
+        comes = torch.zeros(GRAIN, dtype=torch.uint8)
+        assert counted.count(0) == (11 * GRAIN, 11 * GRAIN)
         del comes
-        assert {counted.count(0) for _ in range(LOWER_STEPS - 1)} == {3 * grain}
-        assert counted.count(0) == grain
+        assert counted.count(0) == (10 * GRAIN, 11 * GRAIN)
         del kept
+        assert counted.count(0) == (0, 0)
 
 
 def test_libraries_take_their_workspaces_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
