@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_mimose.measure import counters
-from lightning_mimose.measure.meter import Allocator, Interval, Meter, make_meter
+from lightning_mimose.measure.interval import Allocator, Interval
+from lightning_mimose.measure.meter import Meter, make_meter
 from lightning_mimose.measure.trace import Mark, Piece
 
 GradientBytes = Callable[[], tuple[int, int]]

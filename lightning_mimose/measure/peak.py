@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_mimose.measure import counters
-from lightning_mimose.measure.meter import Allocator, Interval
+from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.trace import Mark, StepTrace
 
 

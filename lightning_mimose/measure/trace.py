@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from lightning_mimose.measure.meter import Allocator, Interval
+from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.menu import RECOMPUTE
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes

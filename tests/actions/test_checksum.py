@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_mimose.actions.checksum import _of_some, checksum, sample
-from lightning_mimose.measure.meter import ProfilerMeter
+from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 

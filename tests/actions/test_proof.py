@@ -14,7 +14,7 @@ from torch import nn
 from lightning_mimose.actions.proof import DIFFERS, WRITES_PARAMETERS, prove
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.trial import CHANGES_INPUT, COLLECTIVE, Candidate, Trial
-from lightning_mimose.measure.meter import ProfilerMeter
+from lightning_mimose.measure.meters.profiler import ProfilerMeter
 from tests.helpers import blocks
 from tests.helpers.blocks import WIDTH, Base, everything, generators
 

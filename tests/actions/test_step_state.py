@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.step_state import LARGE_BYTES, StepState
-from lightning_mimose.measure.meter import ProfilerMeter
+from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
 
 class Model(nn.Module):

@@ -15,7 +15,7 @@ from lightning_mimose.actions.patch import unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
-from lightning_mimose.measure.meter import ProfilerMeter
+from lightning_mimose.measure.meters.profiler import ProfilerMeter
 from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.units import Unit, find_units

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.lent import Lent, pieces_beside
 from lightning_mimose.measure.loose import endings
-from lightning_mimose.measure.meter import Interval
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, StepTrace
 from lightning_mimose.predict.shapes import NEVER, LooseShape

@@ -9,15 +9,11 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from lightning_mimose.measure.meter import (
-    AcceleratorMeter,
-    DispatchMeter,
-    Interval,
-    Meter,
-    ProfilerMeter,
-    has_memory_counters,
-    make_meter,
-)
+from lightning_mimose.measure.interval import Interval
+from lightning_mimose.measure.meter import Meter, has_memory_counters, make_meter
+from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
+from lightning_mimose.measure.meters.dispatch import DispatchMeter
+from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mimose.measure.meter import Interval
+from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.savings import savings
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, Mark, Piece, StepTrace
 

@@ -1,0 +1,1 @@
+"""The meters, one for each way in which memory can be seen."""

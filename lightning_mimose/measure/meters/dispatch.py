@@ -1,0 +1,97 @@
+"""The meter of a CPU whose profiler is not free: a mode that sees what operators return."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lightning_mimose.measure.interval import Allocator, Interval
+from lightning_mimose.measure.mode import ThreadedMode
+from lightning_mimose.measure.scratch import scratch_bytes
+from lightning_mimose.parts import storages_in
+
+
+class DispatchMeter(ThreadedMode):
+    """Counts the storages that operators return, and learns what their kernels use besides (see `scratch`).
+
+    The parameters that FSDP2 gathers have storages that last, and that it fills and empties; what it copies into is
+    filled. It sees memory go in whichever thread that happens, which the profiler does not: gloo's own threads are
+    often the last to let go of what a collective was given.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._level = self._opened = self._peak = 0
+        self._rest: int | None = None
+        self._known: dict[int, int] = {}
+        self._gathered: dict[int, torch.UntypedStorage] = {}
+        self._intervals: list[Interval] = []
+        self.sees_old_frees = False
+        self.allocator: Allocator | None = None
+
+    def start(self) -> None:
+        """Enter the mode."""
+        self.__enter__()
+
+    def mark(self) -> None:
+        """Close the current interval."""
+        self._notice_emptied()
+        self._intervals.append(Interval(self._opened, self._peak, self._rest))
+        self._opened = self._peak = self._level
+        self._rest = None
+
+    def hold(self, owner: object, nbytes: int) -> None:
+        """Count what no operator returned."""
+        self._known[id(owner)] = nbytes
+        self._level += nbytes
+        self._reached(self._level)
+        weakref.finalize(owner, self._freed, id(owner))
+
+    def stop(self) -> list[Interval]:
+        """Leave the mode."""
+        self.__exit__(None, None, None)
+        self.mark()
+        self._gathered.clear()
+        return self._intervals
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the storages of the results that were not seen before."""
+        kwargs = kwargs or {}
+        self._notice_emptied()
+        if func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
+            self._notice_filled(kwargs.get("out"))
+        inputs = {storage._cdata for storage in storages_in((args, kwargs))}
+        scratch = scratch_bytes(func, args, kwargs)
+        out = func(*args, **kwargs)
+        for storage in storages_in(out):
+            key = storage._cdata
+            if key not in inputs and key not in self._known:
+                self._known[key] = storage.nbytes()
+                self._level += storage.nbytes()
+                weakref.finalize(storage, self._freed, key)
+        self._reached(self._level + scratch)
+        return out
+
+    def _reached(self, nbytes: int) -> None:
+        self._peak = max(self._peak, nbytes)
+        self._rest = None if self._rest is None else max(self._rest, nbytes)
+
+    def _freed(self, key: int) -> None:
+        if key in self._known:
+            self._level -= self._known.pop(key)
+            self._rest = self._level if self._rest is None else self._rest
+
+    def _notice_filled(self, tree: Any) -> None:
+        for storage in storages_in(tree):
+            key = storage._cdata
+            if key not in self._known:
+                self._level += storage.nbytes()
+                self._known[key] = storage.nbytes()
+            self._gathered[key] = storage
+
+    def _notice_emptied(self) -> None:
+        for key in [key for key, storage in self._gathered.items() if not storage.nbytes()]:
+            del self._gathered[key]
+            self._freed(key)
