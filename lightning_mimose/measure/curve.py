@@ -12,7 +12,7 @@ import torch
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meter import Meter, make_meter
-from lightning_mimose.measure.trace import Mark, Piece
+from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece
 
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
@@ -87,6 +87,8 @@ class Curve:
         self._meter.mark()
         self._owners.append(self._owners[-1])
         self._events[len(self._owners) - 1] = (key, what, item)
+        if what in (IS_GONE, LET_GO):
+            self._meter.expect_free()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -40,6 +40,9 @@ class Meter(Protocol):
     def hold(self, owner: object, nbytes: int) -> None:
         """Told of bytes that no operator returns and that live as long as their owner: a generator's state."""
 
+    def expect_free(self) -> None:
+        """Told at a mark that memory goes right after it."""
+
     def stop(self) -> list[Interval]:
         """End, and return every interval in order."""
 

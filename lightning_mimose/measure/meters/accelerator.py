@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import torch
 
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
+
+LOOKS = 50
+"""How many calls of functions are waited for until memory has gone that was about to."""
 
 
 class AcceleratorMeter:
@@ -19,7 +26,9 @@ class AcceleratorMeter:
         self._device = device
         self._start_bytes = 0
         self._level_bytes = 0
+        self._peak_before_bytes: int | None = None
         self._intervals: list[Interval] = []
+        self._looks = 0
         self.sees_old_frees = True
         self.allocator: Allocator | None = None
 
@@ -30,9 +39,12 @@ class AcceleratorMeter:
 
     def mark(self) -> None:
         """Close the interval with the allocator's peak since the last mark."""
-        now = counters.read(self._device)
-        peak = now.requested_peak_bytes
-        self._intervals.append(Interval(self._level_bytes - self._start_bytes, peak - self._start_bytes))
+        self._look_no_more()
+        now, start = counters.read(self._device), self._start_bytes
+        peak, rest = now.requested_peak_bytes, None
+        if self._peak_before_bytes is not None:
+            peak, rest, self._peak_before_bytes = max(peak, self._peak_before_bytes), peak - start, None
+        self._intervals.append(Interval(self._level_bytes - start, peak - start, rest))
         held, reserved = self.allocator or (0, 0)
         self.allocator = Allocator(max(held, now.held_bytes), max(reserved, now.reserved_peak_bytes))
         counters.reset_peaks(self._device)
@@ -40,6 +52,34 @@ class AcceleratorMeter:
 
     def hold(self, owner: object, nbytes: int) -> None:
         """The host's memory is not the accelerator's."""
+
+    def expect_free(self) -> None:
+        """Look again when the memory has gone: until then a peak is no less than what there is now.
+
+        It goes when whoever tells of it has returned. The next function that is called after that is the first chance
+        to look, and Python tells a profiler of its calls; one of the user's own is left alone.
+        """
+        if sys.getprofile() is None:
+            self._looks = LOOKS
+            sys.setprofile(self._look)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        self._looks -= 1
+        now = counters.read(self._device)
+        if now.requested_bytes < self._level_bytes:
+            self._peak_before_bytes = now.requested_peak_bytes
+            counters.reset_peaks(self._device)
+            self._looks = 0
+        if self._looks == 0:
+            sys.setprofile(None)
+
+    def _look_no_more(self) -> None:
+        if self._looks:
+            self._looks = 0
+            if sys.getprofile() == self._look:
+                sys.setprofile(None)
 
     def stop(self) -> list[Interval]:
         """Close the last interval."""

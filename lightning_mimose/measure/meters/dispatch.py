@@ -49,6 +49,9 @@ class DispatchMeter(ThreadedMode):
         self._reached(self._level)
         weakref.finalize(owner, self._freed, id(owner))
 
+    def expect_free(self) -> None:
+        """The next operator will see it."""
+
     def stop(self) -> list[Interval]:
         """Leave the mode."""
         self.__exit__(None, None, None)

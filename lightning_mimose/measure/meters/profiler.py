@@ -75,6 +75,9 @@ class ProfilerMeter:
     def hold(self, owner: object, nbytes: int) -> None:
         """The profiler has seen it."""
 
+    def expect_free(self) -> None:
+        """The profiler will see it."""
+
     def stop(self) -> list[Interval]:
         """Stop the profiler and replay its trace."""
         if self._running:
