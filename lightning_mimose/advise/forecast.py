@@ -77,6 +77,8 @@ class Forecast:
         """Units whose results were changed before the next one saved them, or held for longer than was seen."""
         self.may_hand_on = True
         """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
+        self.owns_allocator = True
+        """Whether no other job's tensors are in an accelerator's allocator: what it holds tells of this model's."""
         self.resident = Resident(0, 0, True, 0)
         self.misses = Misses()
         self._actual_peaks: dict[Any, int] = {}

@@ -115,7 +115,7 @@ class Student(Forecast):
             predicted_bytes: What it had been predicted to need.
             failed: What its allocator counted when it failed, where one counts.
         """
-        if failed is not None:
+        if failed is not None and self.owns_allocator:
             self.misses.ran_out(failed.requested_peak_bytes, failed.reserved_bytes, self.budget_bytes)
         if predicted_bytes is not None:
             self.misses.out_of_memory(self.budget_bytes)
@@ -123,7 +123,7 @@ class Student(Forecast):
 
     def learn_held(self, measured_peak_bytes: int, held_bytes: int) -> None:
         """Learn what the allocator holds beyond what tensors asked it for; plans leave it free."""
-        if self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
+        if self.owns_allocator and self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
             self._forget_plans()
 
     def forget(self) -> None:

@@ -52,7 +52,7 @@ class Repeatable(Protocol):
     def latest_region(self) -> str | None:
         """The unit that was recomputed last."""
 
-    def again(self, *, leaner: bool, why: str) -> bool:
+    def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         """Prepare the step to run again; False if there is no plan that could help."""
 
     def refuse(self, reasons: dict[str, str]) -> None:
@@ -166,7 +166,9 @@ class Attempts:
             if self._failures_in_a_row > MOST_FAILURES_IN_A_ROW:
                 hint = f"{MOST_FAILURES_IN_A_ROW} steps in a row ran out of memory: give a smaller budget."
                 raise engine.out_of_memory(error, hint) from error
-            if not engine.again(leaner=True, why="out of memory"):
+            # Libraries fail without it, with memory that it has cached and would have given back.
+            allocator_failed = isinstance(error, torch.OutOfMemoryError)
+            if not engine.again(leaner=True, why="out of memory", allocator_failed=allocator_failed):
                 raise engine.out_of_memory(error, "The most saving plan was in force already.") from error
         else:
             raise error

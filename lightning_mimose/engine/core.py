@@ -36,6 +36,7 @@ from lightning_mimose.measure import counters
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.others import Others, take_workspaces
+from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
@@ -86,6 +87,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self.device.type != "cpu" and self.device.index is None:
+            self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2
@@ -121,6 +124,7 @@ class Engine:
         if shared is not None:
             self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
             self._refuser.beside = self.tenancy.beside
+            self.advisor.owns_allocator = False  # other jobs of the process, and other models of this one, use it too
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
@@ -136,7 +140,7 @@ class Engine:
             self._attachment,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
-            Others(self.device, budget_bytes),
+            Others(self.device, budget_bytes) if self.tenancy is None else None,
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
@@ -404,12 +408,13 @@ class Engine:
         """Never recompute some units."""
         self.session.refuse(reasons)
 
-    def again(self, *, leaner: bool, why: str) -> bool:
+    def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         """Make the step that failed ready to run again.
 
         Args:
             leaner: Whether it needs the most saving plan, and not just one without the units refused meanwhile.
             why: What happened, for the log.
+            allocator_failed: Whether it was the device's allocator that had no more.
 
         Returns:
             Whether it may; not if it ran under the most saving plan already.
@@ -420,7 +425,8 @@ class Engine:
         before = {unit: action for unit, action in self.session.actions.items() if unit not in self.session.met}
         if self.session.met:
             self._lessons.of_strangers(step)
-        failed = counters.read(self.device) if counters.exist(self.device) else None
+        counted = allocator_failed and counters.exist(self.device) and isinstance(step.recorder, PeakRecorder)
+        failed = counters.read(self.device) if counted else None
         self._metering.stop(step)
         step.in_backward, step.retried = False, True
         self._attachment.take_refusals()

@@ -46,7 +46,7 @@ class Decisions:
         attachment: Tells plans what is never recomputed.
         agreement: How the ranks of a sharded model come to one plan, if it is one.
         tenancy: The part of a shared budget, if it is one.
-        others: What else is on the device.
+        others: What else is on the device; None where a shared budget counts that.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Decisions:
         attachment: Attachment,
         agreement: Agreement | None,
         tenancy: Tenancy | None,
-        others: Others,
+        others: Others | None,
     ) -> None:
         self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
         self._update, self._refuser, self._trials = update, refuser, trials
@@ -112,7 +112,7 @@ class Decisions:
                 advisor.misses.verified = 0
                 self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
-        others, reckoned = self._others.count(ledger.there_bytes() + data)
+        others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
         lasting = ledger.lasting_bytes() + data + reckoned
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))

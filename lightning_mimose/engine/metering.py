@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from lightning_mimose.actions.session import Session
@@ -49,13 +51,17 @@ class Metering:
         """Give a step a meter, if it is to be measured."""
         self._bounded += step.advice.bounded
         if self._is_free and not step.sheltered:
-            step.recorder = PeakRecorder(self._device, step.resident.lasting_bytes)
+            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
         elif step.sheltered or self._measures_planned(step):
             step.gradients = GradientLedger(
                 self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
             )
             known = step.known() if step.sheltered else ()
-            step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile)
+            # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
+            stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
+            step.recorder = StepRecorder(
+                self._device, known, step.gradients, profile=self._profile, gradients_stay=stay
+            )
 
     def _measures_planned(self, step: Step) -> bool:
         if not step.resident.zeroes_gradients and not step.accumulates:
@@ -76,10 +82,21 @@ class Metering:
         if step.recorder is not None and not step.measuring:
             step.measuring = True
             step.recorder.start()
+            if isinstance(step.recorder, PeakRecorder):
+                step.began_bytes = step.recorder.lasting_bytes
+            elif self._is_free:
+                step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)
             if step.sheltered and isinstance(step.recorder, StepRecorder):
                 self._session.record(step.recorder)
         if not step.sheltered and (self.planned < WATCHED_STEPS or self._watches(step)):
             self._session.follow_inputs(InputWatch(step.known()))
+
+    def _without_gradients(self, step: Step, there_bytes: int) -> int:
+        """What of the bytes that are there at a step's start is no gradient."""
+        if not step.retried:
+            return there_bytes - step.resident.old_gradient_bytes
+        # Those of the step before may be gone, as the attempt that failed had let go of them.
+        return there_bytes - sum(size for each, size in self._ledger.parameters() if each.grad is not None)
 
     def _watches(self, step: Step) -> bool:
         return self.planned % MEASURE_EVERY == 0 if self._is_free else step.measuring
@@ -89,6 +106,8 @@ class Metering:
         if self._session.watch is not None:
             step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
             self._session.watch = None
+        if isinstance(step.recorder, PeakRecorder) and step.measuring:
+            step.recorder.look()
         if step.gradients is not None and isinstance(step.recorder, StepRecorder) and step.measuring:
             step.gradients.begin_backward()
             step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
@@ -101,7 +120,8 @@ class Metering:
     def begin_update(self, step: Step) -> None:
         """Measure the update of a step whose forward and backward were measured."""
         if self._is_free:
-            step.recorder = PeakRecorder(self._device, step.resident.lasting_bytes)
+            began_bytes = step.began_bytes
+            step.recorder = PeakRecorder(self._device, lambda _: began_bytes)
         else:
             step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)

@@ -35,6 +35,7 @@ class Step:
         gradients: Follows its gradients, likewise.
         measured_peak_bytes: What was measured so far.
         reserved_peak_bytes: What the allocator reserved at most.
+        began_bytes: What tensors had asked an accelerator for when the meter began to run, without gradients.
         measuring: Whether the meter runs.
         inputs_taught: Whether its forward has shown that inputs of units live longer than was predicted.
         updating: Whether the update has begun.
@@ -59,6 +60,7 @@ class Step:
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
+    began_bytes: int = 0
     measuring: bool = False
     inputs_taught: bool = False
     updating: bool = False

@@ -31,7 +31,7 @@ class Clock:
         if self._device is None:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def seconds_between(self, began: Any, ended: Any) -> float:

@@ -43,6 +43,7 @@ class StepRecorder:
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
         profile: Whether torch's profiler is free to be used.
+        gradients_stay: See `Curve`.
 
     Attributes:
         replays: The step's recomputations.
@@ -57,8 +58,9 @@ class StepRecorder:
         *,
         count_flops: bool = True,
         profile: bool = True,
+        gradients_stay: bool = False,
     ) -> None:
-        self._curve = Curve(device, gradient_bytes, profile=profile)
+        self._curve = Curve(device, gradient_bytes, profile=profile, gradients_stay=gradients_stay)
         self._storages = Storages(resident)
         self._calls: list[Call] = []
         self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)

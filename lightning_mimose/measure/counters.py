@@ -18,8 +18,8 @@ class Counters(NamedTuple):
         requested_bytes: What live tensors have asked for. What they were given goes with the blocks that happened to be
             free: up to a megabyte more for each, and not the same twice.
         requested_peak_bytes: The largest since peaks were reset.
-        held_bytes: What the allocator could not do without: what it gave out at most, or now together with the rest of
-            the segments that this lies in. Segments that nothing lies in it gives back before it fails.
+        held_bytes: What the allocator could not do without: what was in use at most, or is now together with the rest
+            of the segments that this lies in. Segments that nothing lies in it gives back before it fails.
         reserved_bytes: What it has from the device.
         reserved_peak_bytes: The largest since peaks were reset.
     """
@@ -44,9 +44,12 @@ def exist(device: torch.device) -> bool:
 def can_be_read(device: torch.device) -> bool:
     """Whether torch can read them on a device that should have them."""
     try:
-        torch.accelerator.memory_stats(device)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return device.type == "cuda"
+        if device.type == "cuda":
+            torch.cuda.init()  # before, there is nothing to be read
+        reset_peaks(device)
+        read(device)
+    except (RuntimeError, AttributeError, NotImplementedError):  # a plugged-in allocator may count nothing
+        return False
     return True
 
 
@@ -59,11 +62,12 @@ def read(device: torch.device) -> Counters:
     value = _values(device)
     # Of another allocator than torch's own (cudaMallocAsync, a plugged-in one) this is 0.
     asked = "requested_bytes" if value("requested_bytes", "peak") else "allocated_bytes"
-    given, unused = value("allocated_bytes", "current"), value("inactive_split_bytes", "current")
+    # In use are blocks too that were freed while another stream may still read them.
+    given, unused = (value(name, "current") for name in ("active_bytes", "inactive_split_bytes"))
     return Counters(
         requested_bytes=value(asked, "current"),
         requested_peak_bytes=value(asked, "peak"),
-        held_bytes=max(value("allocated_bytes", "peak"), given + unused),
+        held_bytes=max(value("allocated_bytes", "peak"), value("active_bytes", "peak"), given + unused),
         reserved_bytes=value("reserved_bytes", "current"),
         reserved_peak_bytes=value("reserved_bytes", "peak"),
     )

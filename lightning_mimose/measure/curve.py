@@ -35,13 +35,17 @@ class Curve:
         device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
         gradient_bytes: Tells the gradients alive now.
         profile: Whether torch's profiler is free to be used.
+        gradients_stay: Whether the memory of old gradients stays when they are let go of.
 
     Attributes:
         over: Whether the step is.
     """
 
-    def __init__(self, device: torch.device, gradient_bytes: GradientBytes, *, profile: bool) -> None:
+    def __init__(
+        self, device: torch.device, gradient_bytes: GradientBytes, *, profile: bool, gradients_stay: bool = False
+    ) -> None:
         self._device, self._gradient_bytes, self._profile = device, gradient_bytes, profile
+        self._gradients_stay = gradients_stay
         self._meter: Meter | None = None
         self._marks: list[Mark] = []
         self._owners: list[int | None] = []
@@ -126,7 +130,8 @@ class Curve:
         ]
         # Every trace counts what was made since the start; old gradients are accounted for at the marks.
         before = self._marks[0].old_gradient_bytes
-        freed = [before - mark.old_gradient_bytes if self.sees_old_frees else 0 for mark in self._marks]
+        sees_them_go = self.sees_old_frees and not self._gradients_stay
+        freed = [before - mark.old_gradient_bytes if sees_them_go else 0 for mark in self._marks]
         return Measured(
             tuple(self._marks),
             tuple([Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]),

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from lightning_mimose.parts import plain_parts
+
 
 class GradientLedger:
     """Follows the gradients through a step without looking at all of them at every mark.
@@ -29,6 +31,12 @@ class GradientLedger:
         self._new_bytes = 0
         self._handles: dict[int, RemovableHandle] = {}
         self._counted: set[int] = set()
+
+    @property
+    def are_windows(self) -> bool:
+        """Whether old gradients are parts of larger storages."""
+        parts = (part for p, _ in self._parameters if p.grad is not None for part in plain_parts(p.grad))
+        return any(part.untyped_storage().nbytes() > part.nbytes for part in parts)
 
     def __call__(self) -> tuple[int, int]:
         """(bytes older than the step, bytes made in it)."""

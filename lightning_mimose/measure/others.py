@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
+
 import torch
 
 from lightning_mimose.measure import counters
@@ -53,6 +56,14 @@ def take_workspaces(device: torch.device) -> None:
     """
     if not counters.exist(device):
         return
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    # Torch complains where it is to be deterministic and was not set up for it; the model may have no products at all.
+    with (
+        suppress(RuntimeError),
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        warnings.simplefilter("ignore")
         one = torch.ones(8, 8, device=device, requires_grad=True)
         (one @ one).sum().backward()

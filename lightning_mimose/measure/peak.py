@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_mimose.measure import counters
@@ -10,27 +12,36 @@ from lightning_mimose.measure.trace import Mark, StepTrace
 
 
 class PeakRecorder:
-    """Takes the place of a `StepRecorder`, at the price of two looks at the allocator's counters.
+    """Takes the place of a `StepRecorder`, at the price of three looks at the allocator's counters.
 
     Args:
         device: The accelerator.
-        lasting_bytes: What is resident besides gradients, by which a trace is told.
+        lasting: Tells what of the bytes that are there at the start is not the step's own, nor gradients.
+
+    Attributes:
+        lasting_bytes: What it told.
     """
 
     sees_old_frees = True
 
-    def __init__(self, device: torch.device, lasting_bytes: int) -> None:
-        self._device, self._lasting_bytes = device, lasting_bytes
-        self._start_bytes = 0
+    def __init__(self, device: torch.device, lasting: Callable[[int], int]) -> None:
+        self._device, self._lasting = device, lasting
+        self._start_bytes = self._held_bytes = self.lasting_bytes = 0
 
     def start(self) -> None:
         """From here on."""
         counters.reset_peaks(self._device)
         self._start_bytes = counters.read(self._device).requested_bytes
+        self.lasting_bytes = self._lasting(self._start_bytes)
+
+    def look(self) -> None:
+        """See what the allocator holds now: between forward and backward most of what it will."""
+        self._held_bytes = max(self._held_bytes, counters.read(self._device).held_bytes)
 
     def stop(self) -> StepTrace:
         """The step as a single interval."""
         now = counters.read(self._device)
-        opened = Mark("step", "start", self._start_bytes - self._lasting_bytes, 0)
+        held = max(self._held_bytes, now.held_bytes)
+        opened = Mark("step", "start", self._start_bytes - self.lasting_bytes, 0)
         interval = Interval(0, now.requested_peak_bytes - self._start_bytes)
-        return StepTrace((), (opened,), (interval,), allocator=Allocator(now.held_bytes, now.reserved_peak_bytes))
+        return StepTrace((), (opened,), (interval,), allocator=Allocator(held, now.reserved_peak_bytes))

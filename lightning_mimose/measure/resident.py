@@ -206,7 +206,7 @@ class ResidentLedger:
 
     def __init__(self, model: nn.Module, bucket_bytes: int = 0) -> None:
         self._model = model
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
         self._few: Sequence[tuple[Optimizer, torch.Tensor]] = ()
         self._growing_bytes = 0
@@ -227,7 +227,7 @@ class ResidentLedger:
     def refresh(self) -> None:
         """Count parameters and buffers again (after layers were frozen, added or converted)."""
         parameters = {id(p): p for p in self._model.parameters()}.values()
-        self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self._bucket_bytes
+        self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self.bucket_bytes
         self._tensors = list(parameters)
         self._sizes = [held_bytes(p) for p in parameters]
         self.trained = None  # of other parameters

@@ -39,9 +39,10 @@ class EvaluationMeter:
             return
         self._stage, self._loader, self._batch_bytes = stage, loader, batch_bytes(batch)
         engine.ledger.count_gradients()
-        others = bytes_beside(engine.device, engine.ledger.there_bytes() + self._batch_bytes)
         resident = engine.ledger.lasting_bytes() + engine.ledger.gradient_bytes
-        self._resident_bytes = resident + self._batch_bytes + others
+        self._resident_bytes = resident + self._batch_bytes
+        if engine.tenancy is None:
+            self._resident_bytes += bytes_beside(engine.device, engine.ledger.there_bytes() + self._batch_bytes)
         if self._tenancy is not None:
             largest, took = self._known.get((stage, loader), (-1, 0))
             fresh = self._batch_bytes > largest

@@ -12,6 +12,8 @@ FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
 """Share of the budget by which that has to fall for plans to be made anew."""
+MOST_GROWTH, MOST_FRAGMENTED = 1.5, 0.15
+"""How much more of it than was seen, and what share of the budget, is reckoned with at most."""
 OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 
@@ -78,11 +80,14 @@ class Misses:
         """Take in what the allocator held beyond what it was asked for; returns whether plans are to be made anew.
 
         What it holds for an earlier, larger step is no fragmentation, so the largest step counts. Steps differ in it:
-        what was seen once is believed for long. One that fills the budget has more of it than the first ones.
+        what was seen once is believed for long. One that fills the budget has more of it than the first ones; on the
+        other hand it fills gaps that those have left, and that others have (an evaluation).
         """
+        now = max(0, held_bytes - max(self._largest_measured_bytes, measured_peak_bytes))
+        if measured_peak_bytes <= self._largest_measured_bytes:
+            now = max(now, int(self._seen_bytes * FRAGMENTATION_LEFT))
         self._largest_measured_bytes = max(self._largest_measured_bytes, measured_peak_bytes)
-        now = max(0, held_bytes - self._largest_measured_bytes)
-        return self._fragmented(max(now, int(self._seen_bytes * FRAGMENTATION_LEFT)), budget_bytes)
+        return self._fragmented(now, budget_bytes)
 
     def ran_out(self, requested_peak_bytes: int, reserved_bytes: int, budget_bytes: int) -> None:
         """The allocator failed: what it had reserved by then and was not asked for, it could not use."""
@@ -91,7 +96,8 @@ class Misses:
 
     def _fragmented(self, seen_bytes: int, budget_bytes: int) -> bool:
         before, self._seen_bytes = self.fragmentation_bytes, seen_bytes
-        self.fragmentation_bytes = int(seen_bytes * max(1.0, budget_bytes / max(1, self._largest_measured_bytes)))
+        grows = min(MOST_GROWTH, max(1.0, budget_bytes / max(1, self._largest_measured_bytes)))
+        self.fragmentation_bytes = int(min(grows * seen_bytes, MOST_FRAGMENTED * budget_bytes))
         self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
         little = FRAGMENTATION_SHARE * budget_bytes
         return not before - little <= self.fragmentation_bytes <= 1.05 * before

@@ -25,7 +25,7 @@ class Engine:
         self.leaner = leaner
         self.asked: list[bool] = []
 
-    def again(self, *, leaner: bool, why: str) -> bool:
+    def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         self.asked.append(leaner)
         return sum(self.asked) <= self.leaner
 

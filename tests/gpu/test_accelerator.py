@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from lightning_mimose.measure import counters
 from tests.helpers.fits import same
 from tests.helpers.models import TinyKeywords, TinyText, text_batch
 
-pytestmark = pytest.mark.gpu
+# Read by torch with the first product of matrices.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:(?s).*deterministic")]
 LENGTHS = (256, 192, 384, 128, 320, 512, 224, 448, 160, 288)
 MIB = 1 << 20
 

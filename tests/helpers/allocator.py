@@ -180,7 +180,7 @@ class Event:
         self._at: float | None = None
         self._reached = False
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -200,4 +200,5 @@ def play(monkeypatch: pytest.MonkeyPatch, *, fragments: bool = True) -> Accelera
     monkeypatch.setattr(counters, "read", lambda device: accelerator.allocator.read())
     monkeypatch.setattr(counters, "reset_peaks", lambda device: accelerator.allocator.reset_peaks())
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     return accelerator

@@ -30,12 +30,13 @@ def test_all_counters_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = stats(
         requested_bytes=(90, 180),
         allocated_bytes=(100, 200),
+        active_bytes=(110, 210),
         inactive_split_bytes=(130, 150),
         reserved_bytes=(300, 400),
     )
     calls: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: calls.append(device) or found)
-    assert counters.read(CUDA) == Counters(90, 180, 230, 300, 400)
+    assert counters.read(CUDA) == Counters(90, 180, 240, 300, 400)
     assert calls == [CUDA]
 
 
@@ -57,30 +58,42 @@ def test_another_kind_of_accelerator_is_read_by_the_general_interface(monkeypatc
     assert counters.read(OTHER) == Counters(0, 0, 0, 0, 0)
 
 
-def test_a_device_that_cannot_be_read_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's has no such counters."""
+@pytest.mark.parametrize("device", [OTHER, CUDA], ids=str)
+def test_a_device_that_cannot_be_read_is_known(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's has no such counters, nor has an allocator that was plugged in."""
 
-    def fail(device: torch.device) -> None:
-        raise NotImplementedError
+    def fail(*_: object) -> None:
+        raise NotImplementedError if device is OTHER else RuntimeError("CUDAPluggableAllocator has no stats")
 
-    monkeypatch.setattr(torch.accelerator, "memory_stats", fail)
-    assert not counters.can_be_read(torch.device("mps"))
-    assert counters.can_be_read(CUDA)
+    for module in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(module, "reset_peak_memory_stats", fail)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert not counters.can_be_read(device)
 
 
 def test_a_peak_is_told_above_what_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are there at the start count as old ones, and what was there before is no peak."""
+    """Gradients that are there at the start count as old ones, and what was there before is no peak.
+
+    A later part of the step begins with what the first one has left.
+    """
     device = torch.device("cpu")
     with play(monkeypatch) as accelerator:
         assert isinstance(accelerator, Accelerator)
         lasting, gradients = torch.zeros(1000), torch.zeros(500)
         before = torch.zeros(10_000)
         del before
-        recorder = PeakRecorder(device, lasting.nbytes)
+        recorder = PeakRecorder(device, lambda there: there - 500 * 4)
         recorder.start()
-        more = torch.zeros(300)
+        more, left = torch.zeros(300), torch.zeros(200)
         del gradients, more
+        recorder.look()
         trace = recorder.stop()
-    assert trace.peak_bytes == (500 + 300) * 4
+        update = PeakRecorder(device, lambda there: recorder.lasting_bytes)
+        update.start()
+        torch.zeros(900)
+        later = update.stop()
+        del lasting, left
+    assert trace.peak_bytes == (500 + 300 + 200) * 4
     assert trace.allocator is not None
-    assert trace.allocator.reserved_bytes >= trace.allocator.held_bytes >= (1000 + 500 + 300) * 4
+    assert trace.allocator.reserved_bytes >= trace.allocator.held_bytes >= (1000 + 500 + 300 + 200) * 4
+    assert later.peak_bytes == (200 + 900) * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -28,12 +29,13 @@ class AcceleratorMeter:
         self._level_bytes = 0
         self._peak_before_bytes: int | None = None
         self._intervals: list[Interval] = []
-        self._looks = 0
+        self._looks = self._thread = 0
         self.sees_old_frees = True
         self.allocator: Allocator | None = None
 
     def start(self) -> None:
         """Reset the allocator's peaks and remember what there is."""
+        self._thread = threading.get_ident()
         counters.reset_peaks(self._device)
         self._start_bytes = self._level_bytes = counters.read(self._device).requested_bytes
 
@@ -59,20 +61,21 @@ class AcceleratorMeter:
         It goes when whoever tells of it has returned. The next function that is called after that is the first chance
         to look, and Python tells a profiler of its calls; one of the user's own is left alone.
         """
-        if sys.getprofile() is None:
+        if sys.getprofile() is None and threading.get_ident() == self._thread:
             self._looks = LOOKS
             sys.setprofile(self._look)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if event not in ("call", "c_call"):
             return
-        self._looks -= 1
-        now = counters.read(self._device)
-        if now.requested_bytes < self._level_bytes:
-            self._peak_before_bytes = now.requested_peak_bytes
-            counters.reset_peaks(self._device)
-            self._looks = 0
-        if self._looks == 0:
+        if self._looks:  # else there was a mark in another thread
+            self._looks -= 1
+            now = counters.read(self._device)
+            if now.requested_bytes < self._level_bytes:
+                self._peak_before_bytes = now.requested_peak_bytes
+                counters.reset_peaks(self._device)
+                self._looks = 0
+        if not self._looks:
             sys.setprofile(None)
 
     def _look_no_more(self) -> None:
