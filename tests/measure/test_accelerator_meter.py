@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
 from tests.helpers.allocator import play
@@ -96,3 +97,23 @@ def test_a_profiler_of_the_users_own_is_left_alone(meter: AcceleratorMeter) -> N
     assert meter.stop()[1].rest_bytes is None
     assert seen
     del watch
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_old_gradients_that_go_are_told_by_the_marks(stay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curve is that of what the step has made, whether their memory goes with them or lies in buckets that stay."""
+    with play(monkeypatch):
+        old = [block(30)]
+        bucket = old[0] if stay else None
+        curve = Curve(
+            torch.device("cpu"), lambda: (30 * KIB * len(old), 0), profile=False, gradients_stay=bucket is not None
+        )
+        curve.start()
+        made = block(10)
+        old.clear()
+        curve.mark("step", "backward")
+        more = block(5)
+        measured = curve.stop()
+        del made, more, bucket
+    assert measured is not None
+    assert [(i.level_bytes, i.peak_bytes) for i in measured.intervals] == [(0, 10 * KIB), (10 * KIB, 15 * KIB)]

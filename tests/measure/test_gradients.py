@@ -113,3 +113,14 @@ def test_networks_that_take_turns_are_both_followed() -> None:
         assert ledger() == seen
         other.requires_grad_(True)
     ledger.close()
+
+
+def test_gradients_that_lie_in_buckets_are_windows() -> None:
+    """As DDP makes them with `gradient_as_bucket_view`; others are not, nor is a model without any."""
+    net = model()
+    assert not GradientLedger(sized(net), follow=True).are_windows
+    backward(net)
+    assert not GradientLedger(sized(net), follow=True).are_windows
+    bucket = torch.zeros(24)
+    net[0].weight.grad, net[1].weight.grad = bucket[:16].view(4, 4), bucket[16:].view(2, 4)
+    assert GradientLedger(sized(net), follow=True).are_windows
