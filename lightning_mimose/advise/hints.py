@@ -66,8 +66,8 @@ def allocator_hint(fragmentation_bytes: int, budget_bytes: int) -> str | None:
         return None
     return (
         f"The device's allocator holds up to {format_bytes(fragmentation_bytes)} of the budget beyond what tensors ask "
-        "it for, and plans leave that free. Started with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
-        "environment (PYTORCH_ALLOC_CONF from torch 2.9 on) it mostly holds less."
+        "it for, and plans leave that free. Started with PYTORCH_ALLOC_CONF=expandable_segments:True in the "
+        "environment, it mostly holds less."
     )
 
 

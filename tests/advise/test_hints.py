@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from lightning_mimose import Mimose
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.hints import allocator_hint
+from lightning_mimose.measure.counters import Counters
 from tests.helpers.architectures import ARCHITECTURES
 
 
@@ -69,3 +72,26 @@ def test_sizes_in_too_many_dimensions(named: bool, monkeypatch: pytest.MonkeyPat
             said.append("size_fn=" in str(mimose.report()))
     assert any(said) != named
     assert not any(told and not record.sheltered for told, record in zip(said, mimose.records, strict=True))
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_holds_much_for_nobody(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the advice is followed, in any of the variables that torch reads."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_hint(20, 1000) is None
+    assert "50 B" in (allocator_hint(50, 1000) or "")
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
+    assert allocator_hint(50, 1000) is None
+
+
+def test_an_allocator_that_others_use_as_well_tells_nothing() -> None:
+    """Of several jobs in one process it holds what all of them have."""
+    advisor = Advisor(10_000)
+    advisor.owns_allocator = False
+    advisor.learn_held(1000, 9000)
+    advisor.learn_out_of_memory(None, Counters(100, 1000, 9000, 9000, 9000))
+    assert advisor.misses.kept_free_bytes == 0
+    advisor.owns_allocator = True
+    advisor.learn_held(1000, 1400)
+    assert advisor.misses.kept_free_bytes == 600
