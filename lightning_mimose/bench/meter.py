@@ -25,8 +25,10 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 # Without these, Kineto prints a line per session, and torch one about memory that is older than the session. The first
 # is read before the first session, the second when torch is imported: where that came first, its line appears, once.
@@ -73,6 +75,8 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
 class DeviceMeter:
     """The same on CUDA, from the allocator's counters. What others hold on the device is left out.
 
+    Whoever puts the allocator's mark back meanwhile does not take away what it has reached before.
+
     Args:
         meter: Knows what is resident; its own session is not started.
         device: The accelerator.
@@ -84,17 +88,33 @@ class DeviceMeter:
 
     def __init__(self, meter: PeakMeter, device: torch.device) -> None:
         self.resident_bytes = self.peak_bytes = meter.resident_bytes
-        self._device, self._began_bytes = device, 0
+        self._device, self._began_bytes, self._highest_bytes = device, 0, 0
+        self._patches = [
+            mock.patch.object(module, "reset_peak_memory_stats", partial(self._reset, module.reset_peak_memory_stats))
+            for module in (torch.cuda, torch.accelerator)
+        ]
 
     def __enter__(self) -> DeviceMeter:
         """Puts the allocator's mark back."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._began_bytes = torch.cuda.memory_allocated(self._device)
+        for patch in self._patches:
+            patch.start()
         return self
+
+    def _reset(self, reset: Callable[..., None], *device: Any) -> None:
+        self._read()
+        reset(*device)
+
+    def _read(self) -> None:
+        self._highest_bytes = max(self._highest_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def __exit__(self, *exception: Any) -> None:
         """Reads the mark."""
-        self.peak_bytes += torch.cuda.max_memory_allocated(self._device) - self._began_bytes
+        for patch in self._patches:
+            patch.stop()
+        self._read()
+        self.peak_bytes += self._highest_bytes - self._began_bytes
 
 
 def meter_of(

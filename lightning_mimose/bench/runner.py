@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.bench.work import Work
 from lightning_mimose.loop import Mimose
+from lightning_mimose.measure.others import bytes_beside
+from lightning_mimose.measure.resident import storage_bytes
 
 
 class NotRun(Exception):
@@ -126,6 +128,9 @@ class Runner:
 class MimoseRunner(Runner):
     """Trains under this package.
 
+    On an accelerator its budget is for all that the process has there, and caps it; other alternatives are in the same
+    process. So what lies there besides is added to the budget, and the cap is in force only while it trains.
+
     Args:
         case: What it is made for.
         notes: What a reader must know.
@@ -134,13 +139,31 @@ class MimoseRunner(Runner):
 
     def __init__(self, case: Case, *, notes: Sequence[str] = (), **options: Any) -> None:
         super().__init__(case, notes=notes)
+        own_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers()])
+        self.besides_bytes = bytes_beside(case.device, own_bytes)
         self.mimose = Mimose(
             self.model,
-            budget=case.budget_bytes,
+            budget=case.budget_bytes + self.besides_bytes,
             optimizer=self.optimizer,
             loss_fn=case.work.loss,
             **options,
         )
+        self._share = 1.0
+        if case.device.type == "cuda":
+            self._share = torch.cuda.get_per_process_memory_fraction(case.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, case.device)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """With the cap."""
+        with super().present():
+            if self.case.device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(self._share, self.case.device)
+            try:
+                yield
+            finally:
+                if self.case.device.type == "cuda":
+                    torch.cuda.set_per_process_memory_fraction(1.0, self.case.device)
 
     def step(self, batch: Any) -> None:
         """One step inside the budget."""

@@ -1,0 +1,36 @@
+"""The benchmark's meter of an accelerator, on an allocator that is played on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_mimose.bench.meter import DeviceMeter, PeakMeter
+from tests.helpers.allocator import Accelerator
+
+KIB = 1024
+
+
+def test_who_puts_the_allocators_mark_back_hides_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package does so in every step that it measures."""
+    accelerator = Accelerator(fragments=False)
+    allocator = accelerator.allocator
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocator.read().requested_bytes)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.read().requested_peak_bytes)
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "reset_peak_memory_stats", lambda device: allocator.reset_peaks())
+    device = torch.device("cuda:0")
+    with accelerator:
+        model = torch.nn.Linear(8, 8)
+        besides = torch.zeros(10 * KIB, dtype=torch.uint8)
+        meter = DeviceMeter(PeakMeter(model), device)
+        before = torch.cuda.reset_peak_memory_stats
+        with meter:
+            highest = torch.zeros(50 * KIB, dtype=torch.uint8)
+            del highest
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+            torch.zeros(20 * KIB, dtype=torch.uint8)
+        assert torch.cuda.reset_peak_memory_stats is before
+        del besides
+    assert meter.peak_bytes - meter.resident_bytes == 50 * KIB
