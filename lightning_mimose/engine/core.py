@@ -31,10 +31,11 @@ from lightning_mimose.engine.refusal import Refuser, device_memory_error
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
-from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError
+from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError, UnsupportedError
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
+from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.measure.others import Others, take_workspaces
 from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
@@ -67,6 +68,7 @@ class Engine:
     Raises:
         BudgetError: The budget cannot be understood, or exceeds the device.
         UnitsError: There is nothing to plan.
+        UnsupportedError: The device's memory cannot be read.
     """
 
     def __init__(
@@ -89,6 +91,11 @@ class Engine:
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type != "cpu" and self.device.index is None:
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
+        if not has_memory_counters(self.device):
+            raise UnsupportedError(
+                f"The allocator of {self.device} has no memory counters that torch {torch.__version__} can read. Train "
+                "with torch's own allocator on cuda, or on cpu."
+            )
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2

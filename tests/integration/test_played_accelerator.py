@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose import Mimose
+from lightning_mimose import Mimose, UnsupportedError
+from lightning_mimose.measure import counters
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.allocator import play
 from tests.helpers.fits import same
@@ -130,3 +131,13 @@ def test_peaks_are_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     for seen, record in planned:
         assert record.predicted_peak_bytes is not None
         assert -0.005 <= record.predicted_peak_bytes / seen.peak_bytes - 1 <= 0.01
+
+
+def test_an_allocator_that_counts_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was plugged in, say: before anything is attached, and in words."""
+    play(monkeypatch)
+    monkeypatch.setattr(counters, "can_be_read", lambda device: False)
+    model = TinyText()
+    with pytest.raises(UnsupportedError, match="no memory counters"):
+        Mimose(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), 1e-3))
+    assert not any("forward" in vars(module) for module in model.modules())
