@@ -26,6 +26,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -89,17 +90,15 @@ class DeviceMeter:
     def __init__(self, meter: PeakMeter, device: torch.device) -> None:
         self.resident_bytes = self.peak_bytes = meter.resident_bytes
         self._device, self._began_bytes, self._highest_bytes = device, 0, 0
-        self._patches = [
-            mock.patch.object(module, "reset_peak_memory_stats", partial(self._reset, module.reset_peak_memory_stats))
-            for module in (torch.cuda, torch.accelerator)
-        ]
+        self._patches = ExitStack()
 
     def __enter__(self) -> DeviceMeter:
         """Puts the allocator's mark back."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._began_bytes = torch.cuda.memory_allocated(self._device)
-        for patch in self._patches:
-            patch.start()
+        for module in (torch.cuda, torch.accelerator):
+            reset = partial(self._reset, module.reset_peak_memory_stats)
+            self._patches.enter_context(mock.patch.object(module, "reset_peak_memory_stats", reset))
         return self
 
     def _reset(self, reset: Callable[..., None], *device: Any) -> None:
@@ -111,8 +110,7 @@ class DeviceMeter:
 
     def __exit__(self, *exception: Any) -> None:
         """Reads the mark."""
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
         self._read()
         self.peak_bytes += self._highest_bytes - self._began_bytes
 

@@ -206,7 +206,9 @@ def _metered(runner: Runner, batch: Any, seed: int, measured: Measured) -> int:
         last = runner.mimose.records[-1]
         measured.sheltered_steps = (measured.sheltered_steps or 0) + last.sheltered
         if last.predicted_peak_bytes is not None:
-            measured.predictions.append((last.predicted_peak_bytes - runner.besides_bytes, meter.peak_bytes))
+            # On an accelerator the package counts what lies there besides, and the meter does not.
+            besides = last.resident_bytes - meter.resident_bytes if runner.case.device.type != "cpu" else 0
+            measured.predictions.append((last.predicted_peak_bytes - besides, meter.peak_bytes))
     return meter.peak_bytes
 
 

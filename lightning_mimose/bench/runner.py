@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.bench.work import Work
 from lightning_mimose.loop import Mimose
 from lightning_mimose.measure.others import bytes_beside
-from lightning_mimose.measure.resident import storage_bytes
+from lightning_mimose.measure.resident import batch_bytes, storage_bytes
 
 
 class NotRun(Exception):
@@ -139,11 +140,11 @@ class MimoseRunner(Runner):
 
     def __init__(self, case: Case, *, notes: Sequence[str] = (), **options: Any) -> None:
         super().__init__(case, notes=notes)
-        own_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers()])
-        self.besides_bytes = bytes_beside(case.device, own_bytes)
+        gc.collect()  # what others have left is no part of it
+        own_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers()]) + batch_bytes(case.largest)
         self.mimose = Mimose(
             self.model,
-            budget=case.budget_bytes + self.besides_bytes,
+            budget=case.budget_bytes + bytes_beside(case.device, own_bytes),
             optimizer=self.optimizer,
             loss_fn=case.work.loss,
             **options,

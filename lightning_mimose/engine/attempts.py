@@ -97,6 +97,9 @@ class Attempts:
         self._forbids = forbids
         self._state = StepState(lambda: list(model.modules()))
         self._failures_in_a_row = 0
+        with torch.inference_mode(False), torch.enable_grad():
+            self._leaf = torch.ones((), requires_grad=True)
+            self._oldest = self._leaf + 1
 
     def run(self, once: Callable[[], Result]) -> Result:
         """Call `once`; where it fails in a way that another plan cures, put everything back and call it again.
@@ -135,6 +138,9 @@ class Attempts:
                     for parameter in self._zeroed:
                         parameter.grad = None
                 gc.collect()
+                # On a CPU what a backward that failed had still to do waits for the next one, and keeps its graph. The
+                # newest comes first: by the turn of what is older than all steps, the rest was thrown away.
+                torch.autograd.grad(self._oldest, self._leaf, retain_graph=True)
                 if self._device.type != "cpu":
                     # `torch.accelerator` has had memory functions since torch 2.9.
                     getattr(getattr(torch, "accelerator", None), "empty_cache", torch.cuda.empty_cache)()

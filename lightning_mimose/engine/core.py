@@ -89,13 +89,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-        if self.device.type != "cpu" and self.device.index is None:
+        if self.device == torch.accelerator.current_accelerator():  # which has no index: the current one is meant
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
-        if not has_memory_counters(self.device):
-            raise UnsupportedError(
-                f"The allocator of {self.device} has no memory counters that torch {torch.__version__} can read. Train "
-                "with torch's own allocator on cuda, or on cpu."
-            )
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2
@@ -103,6 +98,11 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
+        if not has_memory_counters(self.device):
+            raise UnsupportedError(
+                f"The allocator of {self.device} has no memory counters that torch {torch.__version__} can read. Train "
+                "with torch's own allocator on cuda, or on cpu."
+            )
         shared = None
         if isinstance(budget, SHARED_BUDGETS):
             shared, budget_bytes = budget, budget.resolve(self.device)

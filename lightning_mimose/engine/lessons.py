@@ -139,7 +139,8 @@ class Lessons:
         step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
         if trace.allocator is not None:
             step.reserved_peak_bytes = max(trace.allocator.reserved_bytes, step.reserved_peak_bytes or 0)
-            self._advisor.learn_held(step.measured_peak_bytes, trace.allocator.held_bytes)
+            if not step.retried:  # what is left of an attempt that failed is in the allocator, too
+                self._advisor.learn_held(step.measured_peak_bytes, trace.allocator.held_bytes)
             fragmented = self._advisor.misses.fragmentation_bytes
             self._hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak

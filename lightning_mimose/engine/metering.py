@@ -48,20 +48,23 @@ class Metering:
         self.planned = self._bounded = 0
 
     def arm(self, step: Step) -> None:
-        """Give a step a meter, if it is to be measured."""
+        """See whether a step is to be measured."""
         self._bounded += step.advice.bounded
+        step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
+
+    def _give_recorder(self, step: Step) -> None:
         if self._is_free and not step.sheltered:
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
-        elif step.sheltered or self._measures_planned(step):
-            step.gradients = GradientLedger(
-                self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
-            )
-            known = step.known() if step.sheltered else ()
-            # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
-            stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
-            step.recorder = StepRecorder(
-                self._device, known, step.gradients, profile=self._profile, gradients_stay=stay
-            )
+            return
+        step.gradients = GradientLedger(
+            self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
+        )
+        if step.retried and step.accumulates:  # what the failed attempt had added to was put aside
+            step.gradients.aside_bytes = max(0, step.resident.old_gradient_bytes - step.gradients()[0])
+        known = step.known() if step.sheltered else ()
+        # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
+        stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
+        step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile, gradients_stay=stay)
 
     def _measures_planned(self, step: Step) -> bool:
         if not step.resident.zeroes_gradients and not step.accumulates:
@@ -79,7 +82,9 @@ class Metering:
         Not in `arm`: torch's optimizers run their closure inside a `record_function`, and a profiler that is started
         outside it and stopped inside leaves it with a pointer to memory that is gone.
         """
-        if step.recorder is not None and not step.measuring:
+        if step.is_measured and not step.measuring:
+            self._give_recorder(step)
+            assert step.recorder is not None
             step.measuring = True
             step.recorder.start()
             if isinstance(step.recorder, PeakRecorder):
@@ -93,7 +98,7 @@ class Metering:
 
     def _without_gradients(self, step: Step, there_bytes: int) -> int:
         """What of the bytes that are there at a step's start is no gradient."""
-        if not step.retried:
+        if not step.retried or step.accumulates:
             return there_bytes - step.resident.old_gradient_bytes
         # Those of the step before may be gone, as the attempt that failed had let go of them.
         return there_bytes - sum(size for each, size in self._ledger.parameters() if each.grad is not None)

@@ -36,6 +36,7 @@ class Step:
         measured_peak_bytes: What was measured so far.
         reserved_peak_bytes: What the allocator reserved at most.
         began_bytes: What tensors had asked an accelerator for when the meter began to run, without gradients.
+        is_measured: Whether it is measured.
         measuring: Whether the meter runs.
         inputs_taught: Whether its forward has shown that inputs of units live longer than was predicted.
         updating: Whether the update has begun.
@@ -61,6 +62,7 @@ class Step:
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     began_bytes: int = 0
+    is_measured: bool = False
     measuring: bool = False
     inputs_taught: bool = False
     updating: bool = False

@@ -20,6 +20,9 @@ class GradientLedger:
         follow: Whether to count the gradients as they are made, with one hook per parameter.
         anytime: Whether gradients may be freed at any time of the step (a loop that zeroes them by itself), so that
             all of them are looked at whenever the bytes are asked for.
+
+    Attributes:
+        aside_bytes: Old gradients that are no parameter's until the step is over; they count as old.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, int]], *, follow: bool, anytime: bool = False) -> None:
@@ -28,7 +31,7 @@ class GradientLedger:
         # An old gradient is one that was there at the start: the same tensor, which later backward passes add to.
         self._first = {id(p): TensorWeakRef(p.grad) for p, _ in parameters if p.grad is not None}
         self._old_bytes = sum(size for parameter, size in parameters if parameter.grad is not None)
-        self._new_bytes = 0
+        self._new_bytes = self.aside_bytes = 0
         self._handles: dict[int, RemovableHandle] = {}
         self._counted: set[int] = set()
 
@@ -42,7 +45,7 @@ class GradientLedger:
         """(bytes older than the step, bytes made in it)."""
         if self._anytime:
             self._look()
-        return self._old_bytes, self._new_bytes
+        return self._old_bytes + self.aside_bytes, self._new_bytes
 
     def begin_backward(self) -> None:
         """Look at what there is, and count new gradients as they are made; once per backward pass of the step."""

@@ -12,6 +12,8 @@ FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
 """Share of the budget by which that has to fall for plans to be made anew."""
+MUCH_LARGER = 1.5
+"""A step that is so many times as large as all before shows anew how much of it there is."""
 MOST_GROWTH, MOST_FRAGMENTED = 1.5, 0.15
 """How much more of it than was seen, and what share of the budget, is reckoned with at most."""
 OUT_OF_MEMORY_SHARE = 0.05
@@ -84,7 +86,7 @@ class Misses:
         other hand it fills gaps that those have left, and that others have (an evaluation).
         """
         now = max(0, held_bytes - max(self._largest_measured_bytes, measured_peak_bytes))
-        if measured_peak_bytes <= self._largest_measured_bytes:
+        if measured_peak_bytes <= MUCH_LARGER * self._largest_measured_bytes:
             now = max(now, int(self._seen_bytes * FRAGMENTATION_LEFT))
         self._largest_measured_bytes = max(self._largest_measured_bytes, measured_peak_bytes)
         return self._fragmented(now, budget_bytes)

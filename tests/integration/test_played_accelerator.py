@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose import Mimose, UnsupportedError
 from lightning_mimose.measure import counters
@@ -141,3 +142,40 @@ def test_an_allocator_that_counts_nothing_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedError, match="no memory counters"):
         Mimose(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), 1e-3))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["one batch", "two batches"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, CheckpointError], ids=lambda error: error.__name__)
+def test_a_step_that_runs_again_is_measured_as_it_is(
+    error: type[Exception], accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of the attempt that failed in backward, but for gradients that it had added to."""
+    accelerator = play(monkeypatch, fragments=False)
+    allocator, calls, fails = accelerator.allocator, [0], [False]
+
+    def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] > 1:
+            allocator.watch()
+        return model(**batch).loss
+
+    def fail(_: torch.Tensor) -> None:
+        if fails.pop():
+            fails.append(False)
+            raise error("as if")
+        fails.append(False)
+
+    with accelerator:
+        model = TinyText(layers=6, hidden=64)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        mimose = Mimose(model, budget=18_000_000, optimizer=optimizer, loss_fn=loss_of, actions=["recompute"])
+        next(model.layers[0].parameters()).register_post_accumulate_grad_hook(fail)
+        for number in range(20):
+            calls[:], fails[:] = [0], [number == 17]
+            mimose.step(text_batch(8, 100 + 4 * (number % 3), number), update=not accumulates or number % 2 == 1)
+            if number == 17:
+                retried, highest = mimose.records[-1], allocator.highest_bytes
+        assert not mimose.records[-1].sheltered
+        mimose.close()
+    assert retried.retried
+    assert retried.measured_peak_bytes == highest
