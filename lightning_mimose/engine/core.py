@@ -147,7 +147,7 @@ class Engine:
             self._attachment,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
-            Others(self.device, budget_bytes) if self.tenancy is None else None,
+            Others(self.device, budget_bytes) if shared is None and counters.exist(self.device) else None,
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)

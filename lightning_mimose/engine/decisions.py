@@ -46,7 +46,7 @@ class Decisions:
         attachment: Tells plans what is never recomputed.
         agreement: How the ranks of a sharded model come to one plan, if it is one.
         tenancy: The part of a shared budget, if it is one.
-        others: What else is on the device; None where a shared budget counts that.
+        others: What else is on the device; None where nobody can tell (CPU), or a shared budget does.
     """
 
     def __init__(
