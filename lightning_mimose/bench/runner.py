@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.bench.work import Work
 from lightning_mimose.loop import Mimose
+from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.others import bytes_beside
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
 
@@ -142,29 +143,27 @@ class MimoseRunner(Runner):
         super().__init__(case, notes=notes)
         gc.collect()  # what others have left is no part of it
         own_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers()]) + batch_bytes(case.largest)
+        budget_bytes = case.budget_bytes + bytes_beside(case.device, own_bytes)
         self.mimose = Mimose(
             self.model,
-            budget=case.budget_bytes + bytes_beside(case.device, own_bytes),
+            budget=budget_bytes,
             optimizer=self.optimizer,
             loss_fn=case.work.loss,
             **options,
         )
-        self._share = 1.0
+        self._cap = ReservedCap(case.device, budget_bytes)
         if case.device.type == "cuda":
-            self._share = torch.cuda.get_per_process_memory_fraction(case.device)
             torch.cuda.set_per_process_memory_fraction(1.0, case.device)
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """With the cap."""
         with super().present():
-            if self.case.device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(self._share, self.case.device)
+            self._cap.apply()
             try:
                 yield
             finally:
-                if self.case.device.type == "cuda":
-                    torch.cuda.set_per_process_memory_fraction(1.0, self.case.device)
+                self._cap.restore()
 
     def step(self, batch: Any) -> None:
         """One step inside the budget."""

@@ -432,7 +432,8 @@ class Engine:
         before = {unit: action for unit, action in self.session.actions.items() if unit not in self.session.met}
         if self.session.met:
             self._lessons.of_strangers(step)
-        counted = allocator_failed and counters.exist(self.device) and isinstance(step.recorder, PeakRecorder)
+        # A step that learns has put the peak back at every mark.
+        counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
         failed = counters.read(self.device) if counted else None
         self._metering.stop(step)
         step.in_backward, step.retried = False, True
