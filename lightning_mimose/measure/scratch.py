@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.parts import storages_in
 
 TRIES = 3
-"""A kernel that needed no scratch in so many sizes is not asked again."""
+"""A kernel that needed no scratch in so many sizes is not asked again; convolutions always are, see `_many_kernels`."""
 
 _known: dict[Any, int] = {}
 _clean: dict[Any, int] = {}
@@ -33,7 +33,9 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     threads = torch.get_num_threads()
     kernel = (func, threads, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    if _clean.get(kernel, 0) >= TRIES or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        return 0
+    if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func):
         return 0
     key = (func, tuple(_describe(leaf) for leaf in leaves), threads)
     if key not in _known:
@@ -55,6 +57,12 @@ def _repeatable(func: Any) -> bool:
     if func.namespace != "aten" or schema.is_mutable:
         return False
     return not any(value.alias_info is not None for value in schema.returns)
+
+
+@cache
+def _many_kernels(func: Any) -> bool:
+    """Whether another kernel runs for other channels, windows and strides, some with scratch and some without."""
+    return "convolution" in func._schema.name
 
 
 def _describe(leaf: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
+from lightning_mimose.measure import scratch
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.meter import Meter, has_memory_counters, make_meter
 from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
@@ -110,6 +111,18 @@ def test_both_meters_agree_on_a_new_size() -> None:
     """The scratch memory of a shape that was not met before is measured when it is met."""
     peak(DispatchMeter(), conv_step(side=12))
     step = conv_step(channels=12, side=20)
+    step()
+    assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
+
+
+def test_convolutions_without_scratch_say_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a single pixel need none in any size, and others do, of the same type and layout."""
+    monkeypatch.setattr(scratch, "_known", {})
+    monkeypatch.setattr(scratch, "_clean", {})
+    pointwise = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    for side in (8, 9, 10, 11):
+        peak(DispatchMeter(), lambda side=side: pointwise(torch.randn(2, 4, side, side)).sum().backward())
+    step = conv_step(channels=6, side=22)
     step()
     assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
 
