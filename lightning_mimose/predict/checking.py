@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -77,10 +78,38 @@ def left_out(
         return UNCHECKED
     predicted = values[checked] - np.concatenate(missing)
     error = largest_error(predicted, truth[checked], structure, resident_bytes)
+    if len(checked) == len(design) and not few:
+        return Check(error, checked, predicted)
     # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless, and only
     # where nothing is rounded: else those sizes may be all that tells a rounding from another.
-    believed = (len(checked) == len(design) and not few) or (error < EXACT_ERROR and not rounds)
+    believed = error < EXACT_ERROR and not rounds
+    for alone in set(group) - set(group[checked]) if believed else ():
+        held, rest = group == alone, group != alone
+        believed &= _follows(design[rest], values[rest], design[held], truth[held], structure)
     return Check(error, checked, predicted) if believed else UNCHECKED
+
+
+def _follows(
+    design: NDArray[np.float64],
+    values: NDArray[np.float64],
+    held: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    structure: Structure,
+) -> bool:
+    """Whether the others predict a size with fewer features, of which they leave some undetermined.
+
+    Else it is described by whatever features it alone has, right or wrong: a single image of another width follows a
+    sum of both sides as well as their product.
+    """
+    rank = int(np.linalg.matrix_rank(design))
+    for kept in combinations(range(design.shape[1]), rank):
+        some = list(kept)
+        if np.linalg.matrix_rank(design[:, some]) < rank:
+            continue
+        predicted = held[:, some] @ np.linalg.lstsq(design[:, some], values, rcond=None)[0]
+        if largest_error(predicted, truth, structure, 0) < EXACT_ERROR:
+            return True
+    return False
 
 
 def largest_error(

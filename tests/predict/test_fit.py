@@ -107,6 +107,27 @@ def test_no_side_is_believed_to_be_the_same_below_what_was_seen() -> None:
     assert not fit.covers({"batch": 8, "height": 64, "width": 16})
 
 
+def test_one_image_of_another_width_does_not_tell_a_sum_from_a_product() -> None:
+    """Heights vary beside one width, and a single image has another: sums of both sides describe all of them."""
+    _, values, structure = rows([1], small=0)
+    pairs = ((190, 190), (190, 95), (95, 95), (161, 95), (127, 95))
+    sizes = [{"batch": 8, "height": h, "width": w} for h, w in pairs]
+    found = best_fit(sizes, np.outer([h * w for h, w in pairs], values[0]), structure, 0)
+    assert found.error > EXACT_ERROR or found.values_at({"batch": 8, "height": 250, "width": 250}) == pytest.approx(
+        values[0] * 250**2, rel=1e-6
+    )
+
+
+def test_one_smaller_batch_is_believed_to_be_one() -> None:
+    """Where bytes are the batch times something of the rest, it is no feature of its own that it rests on."""
+    _, values, structure = rows([1], small=0)
+    pairs = ((8, 40), (8, 52), (8, 61), (8, 77), (3, 45))
+    sizes = [{"batch": batch, "ids:1": tokens} for batch, tokens in pairs]
+    found = best_fit(sizes, np.outer([batch * tokens for batch, tokens in pairs], values[0]), structure, 0)
+    assert found.error < EXACT_ERROR
+    assert found.values_at({"batch": 3, "ids:1": 70}) == pytest.approx(values[0] * 210, rel=1e-6)
+
+
 def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more sizes the same is tried first, and nothing else if that does; else all is looked at again."""
     sides = (64, 24, 96, 48, 80, 16, 72)
