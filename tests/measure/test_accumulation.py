@@ -1,0 +1,64 @@
+"""Gradients are added up under a meter's mode as they are without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.function import FunctionCtx
+
+from lightning_mimose.measure.meters.dispatch import DispatchMeter
+
+SHAPE = (1, 4, 2, 3)
+TURNED, LAST = (4, 1, 12, 4), (24, 1, 12, 4)
+"""Strides of one image with its channels last: of what was a transposed matrix, and as a kernel writes it."""
+
+
+class _Use(torch.autograd.Function):
+    """Gives its input a gradient of some strides."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, strides: tuple[int, ...], keep: list[torch.Tensor]) -> torch.Tensor:
+        ctx.strides, ctx.keep = strides, keep  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        given = torch.empty_strided(SHAPE, ctx.strides).copy_(gradient)
+        if ctx.keep is not None:
+            ctx.keep.append(given)
+        return given, None, None
+
+
+def summed(meter: DispatchMeter | None, held: bool) -> tuple[tuple[int, ...], list[float]]:
+    """Strides and values of the sum of a tensor's two gradients, of which the first is held by somebody, or is not."""
+    keep: list[torch.Tensor] | None = [] if held else None
+    found: list[torch.Tensor] = []
+    x = torch.linspace(0, 1, 24).reshape(SHAPE).requires_grad_()
+    y = x * 2
+    y.register_hook(lambda gradient: found.append(gradient.detach()))
+    later = _Use.apply(y, LAST, None)
+    loss = (later * 3).sum() + (_Use.apply(y, TURNED, keep).exp()).sum()
+    if meter is not None:
+        meter.start()
+    try:
+        loss.backward()
+    finally:
+        if meter is not None:
+            meter.stop()
+    if keep:
+        assert keep[0].max() < found[0].max()  # what somebody holds is not written to
+    return found[0].stride(), found[0].flatten().tolist()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_sum_of_two_gradients_has_the_layout_that_it_has_without_a_mode(held: bool) -> None:
+    """In place, so that of the first one, where only autograd holds that; else a new tensor's."""
+    assert summed(DispatchMeter(), held) == summed(None, held)
+
+
+def test_in_place_and_new_sums_differ_in_their_layout() -> None:
+    """Otherwise there is nothing to be seen here."""
+    assert summed(None, held=False)[0] == TURNED
+    assert summed(None, held=True)[0] == LAST
