@@ -21,6 +21,7 @@ from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Waits
+from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
 MAX_OBSERVATIONS = 48
@@ -77,7 +78,7 @@ class Estimator:
         self._shorter_path: Structure | None = None
         self.varies = False
         """Whether steps were seen on several paths (layers dropped at random, tasks in turns)."""
-        self._waits, self._habits = Waits(), Habits()
+        self._waits, self._habits, self._scatter = Waits(), Habits(), Scatter()
         self._rate: float | None = None
         self._handed: tuple[dict[str, int], dict[str, frozenset[str]], dict[str, int]] | None = None
         self._proven: dict[str, int] = {}
@@ -127,7 +128,8 @@ class Estimator:
         else:
             structure = before.with_holds_of(structure)  # they may hold them longer in some steps than in others
         known = self._known_as(structure)
-        known.pop(key, None)
+        if key in known:
+            self._scatter.add(structure, known.pop(key), values, self.resident_bytes)
         known[key] = values
         if len(self) < self._enough:
             self._measured_since.add(key)
@@ -275,7 +277,10 @@ class Estimator:
         if seen and (fitted is None or not fitted.trusted):
             # The same size in steps of several shapes: which one comes next is anybody's guess.
             trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
-            return Prediction(seen[-1], self._observed[seen[-1]][key], 0.0, trusted, dims=dims)
+            error = self._scatter.error
+            return Prediction(
+                seen[-1], self._observed[seen[-1]][key], error, trusted and error <= USABLE_ERROR, dims=dims
+            )
         return fitted
 
     def _fitted(
@@ -294,10 +299,10 @@ class Estimator:
             parts.extend(each for name in fit.too_small(dims) if (each := (name, dims[name])) not in parts)
             if not fit.covers(dims):
                 continue
-            values, error = fit.values_at(dims), fit.error_at(dims, self.resident_bytes)
+            error = max(fit.error_at(dims, self.resident_bytes), self._scatter.error)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
-            prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach)
+            prediction = Prediction(structure, fit.values_at(dims), error, trusted, fit.doubtful, dims, reach)
             if prediction.trusted:
                 return prediction
             best = best or prediction

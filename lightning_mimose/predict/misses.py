@@ -8,6 +8,10 @@ UNRELATED_SHARE = 0.25
 """By how much a planned step may be below its prediction for that to have held, more or less."""
 SURPLUS_LEFT = 0.9
 """What is left of the bytes that a step was above its prediction, with each step that does without them."""
+RELAPSE = 4
+"""How many times as long that is remembered for every time that it came back after predictions had held."""
+MOST_RELAPSES = 4
+"""Of which so many count: what is missing then may be the nature of the model."""
 FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
@@ -46,6 +50,7 @@ class Misses:
         self.verified = 0
         self.left_free_bytes = 0
         self._largest_measured_bytes = self._seen_bytes = 0
+        self._relapses = 0
 
     @property
     def kept_free_bytes(self) -> int:
@@ -58,7 +63,7 @@ class Misses:
 
     def fade(self) -> None:
         """A step did without what was missing before."""
-        self.surplus_bytes = int(self.surplus_bytes * SURPLUS_LEFT)
+        self.surplus_bytes = int(self.surplus_bytes * (1 - (1 - SURPLUS_LEFT) / RELAPSE**self._relapses))
         self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
 
     def compare(self, predicted_bytes: int, measured_bytes: int) -> None:
@@ -70,6 +75,7 @@ class Misses:
             self.fade()
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
+            self._relapses = min(self._relapses + (self.verified > 0), MOST_RELAPSES)
             self.verified = 0
         elif -missed < UNRELATED_SHARE * predicted_bytes:
             self.verified += 1

@@ -94,3 +94,18 @@ def test_what_all_plans_leave_free_is_the_least_since_they_were_forgotten() -> N
     misses.compare(1000, 1000)
     misses.compare(1000, 1200)
     assert (misses.kept_free_bytes, misses.left_free_bytes) == (200, 90)
+
+
+def test_what_comes_back_after_predictions_had_held_is_remembered_for_longer() -> None:
+    """What is in a batch may decide over what it needs, now and then: no size tells of it."""
+    misses = Misses()
+    misses.compare(1000, 1100)
+    for _ in range(30):
+        misses.compare(1000, 1000)
+    assert misses.kept_free_bytes < 10
+    for _ in range(2):
+        misses.compare(1000, 1100)
+        misses.compare(1000, 1100)  # at once: no relapse of its own
+        for _ in range(30):
+            misses.compare(1000, 1000)
+    assert misses.kept_free_bytes > 50
