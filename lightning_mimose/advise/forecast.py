@@ -166,7 +166,7 @@ class Forecast:
         """
         if not self.may_hand_on or not {OFFLOAD, *SPLITS}.isdisjoint(self.actions):
             return {}
-        found = self.estimator.handed_on
+        found = self.estimator.observed.handing.handed_on
         return {unit: limit for unit, limit in found.items() if unit not in self.spoiled} if self.spoiled else found
 
     def _extras(self, prediction: Prediction) -> Extras:

@@ -244,8 +244,8 @@ class Engine:
         if step.advice.plan is not None and self.agreement is None:  # a rank recomputes nothing alone
             strangers = self.advisor.strangers_to(step.advice.plan)
         self.session.arm(step.actions, None, strangers)
-        estimator = self.advisor.estimator
-        self.session.hand_on(self.advisor.handed_on, estimator.takers, estimator.places)
+        handing = self.advisor.estimator.observed.handing
+        self.session.hand_on(self.advisor.handed_on, handing.takers, handing.places)
         self._trials.arm(step)
 
     def begin_forward(self) -> None:

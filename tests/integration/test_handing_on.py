@@ -375,7 +375,7 @@ def test_a_resumed_run_knows_it() -> None:
         again = Advisor(advisor.budget_bytes, fingerprint=advisor.fingerprint)
         assert again.load_state_dict(json.loads(json.dumps(advisor.state_dict())))
     assert again.handed_on == {f"blocks.{i}": 0 if i % 2 else PRODUCTS for i in range(5)}
-    assert again.estimator.takers == {f"blocks.{i}": frozenset({f"blocks.{i + 1}"}) for i in range(5)}
+    assert again.estimator.observed.handing.takers == {f"blocks.{i}": frozenset({f"blocks.{i + 1}"}) for i in range(5)}
 
 
 @pytest.mark.parametrize("actions", [["lean", "split", "recompute"], ["lean", "offload", "recompute"]])

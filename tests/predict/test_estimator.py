@@ -389,7 +389,7 @@ def test_a_kind_of_batch_that_makes_fewer_calls_is_learnt_for_itself() -> None:
     assert found.trusted
     assert found.values == pytest.approx(values(text(70)[0]))
     assert predicted(estimator, {**text(70)[0], "pixels:1": 9}).structure == longer.structure
-    assert not estimator.varies
+    assert not estimator.observed.varies
 
 
 def test_a_size_known_from_before_and_after_a_change_is_predicted_as_it_is_now() -> None:

@@ -142,7 +142,7 @@ def test_tasks_in_turns_are_both_predicted_once_no_other_path_came_for_a_while()
     found = estimator.predict(size(50))
     assert found is not None
     assert found.trusted
-    assert estimator.varies
+    assert estimator.observed.varies
     assert [found.structure, *(other.structure for other in found.others)] == [tasks[1], tasks[0]]
     assert np.allclose(found.values, 2 * found.others[0].values)
 

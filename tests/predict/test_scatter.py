@@ -53,4 +53,4 @@ def test_steps_that_do_the_same_differ_by_nothing() -> None:
             mimose._engine.advisor.estimator.distrust()  # so that the next step is sheltered
             mimose.step(text_batch(2, 8))
         assert [record.sheltered for record in mimose.records] == [True] * 4
-        assert mimose._engine.advisor.estimator._scatter.error == 0
+        assert mimose._engine.advisor.estimator.observed.scatter.error == 0

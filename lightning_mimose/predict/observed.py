@@ -1,0 +1,220 @@
+"""What was observed: sizes and their columns, for every shape that steps were seen to have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.handing import common
+from lightning_mimose.predict.paths import Habits, Waits
+from lightning_mimose.predict.scatter import Scatter
+from lightning_mimose.predict.structure import Structure
+
+MAX_OBSERVATIONS = 48
+MAX_STRUCTURES = 8
+FORGET_AFTER = 20
+"""Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
+
+Key: TypeAlias = tuple[tuple[str, int], ...]
+"""A size: its named dimensions, sorted."""
+
+
+class Handing(NamedTuple):
+    """What becomes of lean units' results, in steps of every shape.
+
+    Attributes:
+        handed_on: Unit -> up to which grade its result is handed on.
+        takers: Unit whose result could be rebuilt -> the units that are given it.
+        places: Unit of `handed_on` -> which of the storages that it returns is handed on, from 0.
+    """
+
+    handed_on: dict[str, int]
+    takers: dict[str, frozenset[str]]
+    places: dict[str, int]
+
+
+class Observed:
+    """Remembers measured steps, each by its size and its shape.
+
+    Attributes:
+        sizes: Shape of a step -> the sizes that were measured of it -> their columns, the newest last.
+        varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
+        waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
+        habits: Sizes that always take one path.
+        scatter: By how much steps of one size differ.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
+        self.varies = False
+        self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
+        self._latest: dict[tuple[str, ...], Structure] = {}
+        """Of every kind of batch (names of dimensions), the newest last."""
+        self._first: Structure | None = None
+        """The very first step's, as long as there is none alike."""
+        self._shorter = 0
+        self._shorter_path: Structure | None = None
+        self._handing: Handing | None = None
+
+    def __len__(self) -> int:
+        """Number of distinct sizes observed."""
+        return sum(len(sizes) for sizes in self.sizes.values())
+
+    def add(self, key: Key, structure: Structure, values: NDArray[np.float64], resident_bytes: int) -> bool:
+        """Remember one measured step.
+
+        Args:
+            key: Its size.
+            structure: Its shape.
+            values: Shape (structure.columns,).
+            resident_bytes: What is resident besides activations: differences are shares of a step's whole peak.
+
+        Returns:
+            Whether it was: one that leaves calls out needs less than the next one may, so of paths that are parts of
+            each other only the longest is learnt from.
+        """
+        names = names_of(key)
+        self.habits.add(key, structure.path)
+        # One of another kind of batch (a text without images) is a path of its own.
+        alike = self.alike(names)
+        is_known = any(structure.path == other.path for other in alike)
+        is_part = any(structure.path.is_part_of(other.path) for other in alike)
+        self.varies |= bool(alike) and not is_known
+        if is_known or is_part:
+            self.waits.known(names)
+        else:
+            self.waits.new(names, one_of_several=not all(other.path.is_part_of(structure.path) for other in alike))
+        if is_part:
+            self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
+            self._shorter_path = structure
+            if self._shorter < FORGET_AFTER:
+                return False
+        self._shorter = 0
+        for other in alike:
+            if other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path):
+                rest = {k: values for k, values in self.sizes.pop(other).items() if names_of(k) != names}
+                if rest:
+                    self.sizes[other] = rest
+        before = next((other for other in self.sizes if other == structure), None)
+        if before is None:
+            self._first = self._first if self.sizes else structure
+        elif before is self._first:
+            self._first = None  # others may hold on to the first batch's inputs for good, which says nothing of others
+        else:
+            structure = before.with_holds_of(structure)  # they may hold them longer in some steps than in others
+        known = self._known_as(structure)
+        if key in known:
+            self.scatter.add(structure, known.pop(key), values, resident_bytes)
+        known[key] = values
+        if len(self.sizes) > MAX_STRUCTURES:
+            del self.sizes[next(s for s in self.sizes if s != structure)]
+        if len(known) > MAX_OBSERVATIONS:
+            # Oldest first, but never the extremes of a dimension, which span the range that is trusted.
+            most, _ = Counter(map(names_of, known)).most_common(1)[0]
+            like = [other for other in known if names_of(other) == most]
+            ranges = [[other[i][1] for other in like] for i in range(len(most))]
+            low, high = [min(values) for values in ranges], [max(values) for values in ranges]
+            inner = (k for k in like if all(low[i] < k[i][1] < high[i] or low[i] == high[i] for i in range(len(k))))
+            known.pop(next(inner, like[0]))
+        self._latest.pop(names, None)
+        self._latest[names], self._handing = structure, None
+        return True
+
+    def _known_as(self, structure: Structure) -> dict[Key, NDArray[np.float64]]:
+        """The sizes that were observed of an equal structure, from now on of this very one.
+
+        One object: comparing two equal ones takes milliseconds.
+        """
+        if not any(other is structure for other in self.sizes):
+            self._latest = {kind: structure if other == structure else other for kind, other in self._latest.items()}
+            self.sizes[structure] = self.sizes.pop(structure, {})
+        return self.sizes[structure]
+
+    def refine(
+        self, structure: Structure, fates: Mapping[frozenset[str], Sequence[str | None]], acting: Collection[str]
+    ) -> bool:
+        """Learn from a planned step which inputs live longer, see `Structure.contradicted`; whether there are any."""
+        refined = structure.contradicted(fates, acting)
+        if refined is None or refined not in self.sizes:
+            return False
+        self._known_as(refined)
+        self._handing = None
+        return True
+
+    @property
+    def handing(self) -> Handing:
+        """What becomes of lean units' results."""
+        if self._handing is None:
+            takers: dict[str, frozenset[str]] = {}
+            places: dict[str, set[int]] = {}
+            for structure in self.sizes:
+                for each in structure.handing:
+                    unit, taker = structure.calls[each.call].unit, structure.calls[each.taker].unit
+                    takers[unit] = takers.get(unit, frozenset()) | {taker}
+                    places.setdefault(unit, set()).add(each.place)
+            limits = common(structure.handed_on for structure in self.sizes)
+            always = {unit: min(found) for unit, found in places.items() if len(found) == 1}
+            self._handing = Handing({unit: limit for unit, limit in limits.items() if unit in always}, takers, always)
+        return self._handing
+
+    def latest(self, names: tuple[str, ...]) -> Structure | None:
+        """The newest shape of batches with these dimensions."""
+        found = self._latest.get(names)
+        return found if found in self.sizes else None
+
+    def newest(self) -> tuple[tuple[str, ...], Structure] | None:
+        """The dimensions of the newest batch, and its shape."""
+        return next(reversed(self._latest.items()), None)
+
+    def alike(self, names: tuple[str, ...]) -> list[Structure]:
+        """The shapes that steps of batches with these dimensions were seen to have."""
+        return [structure for structure, known in self.sizes.items() if any(names_of(key) == names for key in known)]
+
+    def of(self, structure: Structure, names: tuple[str, ...]) -> dict[Key, NDArray[np.float64]]:
+        """The sizes with these dimensions that were measured of a shape."""
+        return {key: values for key, values in self.sizes[structure].items() if names_of(key) == names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain data."""
+        number = {structure.path: i for i, structure in enumerate(self.sizes)}
+        return {
+            "varies": self.varies,
+            "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
+            "observed": [
+                {
+                    "structure": asdict(structure),
+                    "sizes": [[list(map(list, key)), values.tolist()] for key, values in known.items()],
+                }
+                for structure, known in self.sizes.items()
+            ],
+            "habits": [
+                [number[path], list(map(list, key)), steps]
+                for key, (path, steps) in self.habits.steps.items()
+                if path in number
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another one remembered."""
+        self.varies = bool(state.get("varies", False))
+        paths = []
+        for entry in state["observed"]:
+            structure = Structure.of(entry["structure"])
+            paths.append(structure.path)
+            for pairs, values in entry["sizes"]:
+                key = tuple(sorted((name, int(value)) for name, value in pairs))
+                self.add(key, structure, np.array(values, dtype=np.float64), 0)
+        for kind, left in state["waits"]:
+            self.waits.left[tuple(kind)] = int(left)
+        for number, pairs, steps in state["habits"]:
+            self.habits.steps[tuple((name, int(value)) for name, value in pairs)] = paths[number], int(steps)
+
+
+def names_of(key: Key) -> tuple[str, ...]:
+    """The names of a size's dimensions."""
+    return tuple(name for name, _ in key)
