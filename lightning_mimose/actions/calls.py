@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -18,19 +17,18 @@ from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
 from lightning_mimose.actions.lean.returned import make_in_backward
-from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
+from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.patch import patch
-from lightning_mimose.actions.proof import find_carried, prove
-from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute, unrepeatable_argument
+from lightning_mimose.actions.recompute import RegionObserver, flattened, recompute
 from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.actions.setting import Setting
-from lightning_mimose.actions.split import CannotSplitError, Divisible, Seam, run_split
+from lightning_mimose.actions.split import CannotSplitError, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
-from lightning_mimose.actions.trial import Candidate, Trial
+from lightning_mimose.actions.trying import Findings
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.menu import ATTENTION, CHUNKS, GRADES, OFFLOAD, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.parts import storages_in
@@ -59,7 +57,7 @@ class _Calls:
         self._usual: object = None
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites, self._taken = Sites(), Sites()
-        self._divisible = Divisible(self._state)
+        self._findings = Findings(unit.name, session, original, self._state, self._sites, self._compiled)
         session.news = True
         if session.splits:
             session.unsplit.add(unit.name)
@@ -127,11 +125,11 @@ class _Calls:
             return out
         finally:
             saves.close()
-            self._learn_from(saves)
+            self._findings.learn_from(saves)
 
     def _planned(self, action: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._name in self._session.tries and action not in REPEATING:
-            self._try_recipes(args, kwargs, self._state.blank())
+            self._findings.try_recipes(args, kwargs, self._state.blank())
         if action in GRADES:
             return self._lean(GRADES.index(action) + 1, args, kwargs)
         if action == OFFLOAD and self._session.offloader is not None:
@@ -140,10 +138,10 @@ class _Calls:
             flat = flattened(args, kwargs)
             settings = self._state.settings
             self._usual = settings.usual()
-            if self._can_be_repeated(flat[0], args, kwargs):
+            if self._findings.can_be_repeated(flat[0], args, kwargs):
                 setting = settings.note()
                 unsettled = settings.unsettled(setting)
-                if unsettled and self._carries(unsettled, args, kwargs):
+                if unsettled and self._findings.carries(unsettled, args, kwargs):
                     return self._kept(args, kwargs)
                 if action in SPLITS:
                     return self._split(CHUNKS[SPLITS.index(action)], flat, args, kwargs)
@@ -157,85 +155,18 @@ class _Calls:
             return self._original(*args, **kwargs)
         return recorder.run_kept(self._name, self._original, args, kwargs)
 
-    def _can_be_repeated(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call can be repeated; found out by trial where its state was never seen in the present mode."""
-        name, session = self._name, self._session
-        unrepeatable = unrepeatable_argument(leaves)
-        if self._generator_is_out_of_sight(leaves):
-            session.refuse(
-                {name: "it is given no tensor on its device, so that device's generator would not be put back"}
-            )
-        elif unrepeatable:
-            session.refuse({name: f"it is given a {unrepeatable}"})
-        elif session.proves and not self._state.known():
-            session.compared = True  # a planned step holds more than was planned
-            with session.aside():
-                session.refuse(prove(self._candidate(args, kwargs), watch=not self._compiled))
-        session.unproven.discard(name)
-        if name in session.refused:
-            return False
-        if name in session.tries:
-            self._try_recipes(args, kwargs)
-        if name in session.split_tries:
-            self._try_splitting(args, kwargs)
-        return True
-
-    def _carries(
-        self, unsettled: Mapping[nn.Module, Sequence[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether it goes on from activations of an earlier call, found out by trial where it holds some."""
-        session = self._session
-        session.compared = True
-        with session.aside():
-            found = find_carried(self._candidate(args, kwargs), unsettled)
-        session.refuse(found)
-        return bool(found)
-
-    def _try_splitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | None:
-        """Find out beside the step whether the unit can be split."""
-        session = self._session
-        session.news |= self._name in session.unsplit
-        session.split_tries.discard(self._name)
-        session.unsplit.discard(self._name)  # once: what is out of memory now would be again
-        found = self._divisible.known(args, kwargs)
-        if found is None:
-            session.compared = True
-            with session.aside():
-                session.armed = False  # nested units are nobody's business here
-                try:
-                    found = self._divisible.learn(self._original, args, kwargs)
-                finally:
-                    session.armed = True
-        if isinstance(found, Seam):
-            session.news |= self._name not in session.divisible
-            session.divisible.add(self._name)
-            session.indivisible.pop(self._name, None)
-            return found
-        if found is None:  # a batch of one
-            session.news = True
-            session.unsplit.add(self._name)
-        else:
-            self._refuse_split(found)
-        return None
-
-    def _refuse_split(self, reason: str) -> None:
-        self._session.news = True
-        self._session.divisible.discard(self._name)
-        self._session.indivisible[self._name] = reason
-
     def _split(self, chunks: int, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         # Arguments may have another form than those that were tried (a mask, where there was none), or the unit
         # another mode: to run it both ways now takes less memory than to recompute it as a whole.
-        seam = self._try_splitting(args, kwargs)
+        seam = self._findings.try_splitting(args, kwargs)
         if seam is not None:
             self._note_given(flat[0])
             session.inside += 1
             try:
                 return run_split(self._original, args, kwargs, seam, chunks, self._state)
             except CannotSplitError as error:
-                self._divisible.refuse(args, kwargs, str(error))
-                self._refuse_split(str(error))
+                self._findings.refuse_split(args, kwargs, str(error))
             finally:
                 session.inside -= 1
         session.compared = True  # more than was planned: nothing is to be learnt from this step
@@ -245,49 +176,6 @@ class _Calls:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
                 self._session.given.append((self._name, weakref.ref(leaf), leaf._version))
-
-    def _try_recipes(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState | None = None) -> None:
-        """Compare every recipe with its tensor, beside the step."""
-        session = self._session
-        session.tries.discard(self._name)
-        session.compared = session.news = True
-        with session.aside():
-            self._compare_recipes(self._candidate(args, kwargs, state))
-
-    def _compare_recipes(self, candidate: Candidate) -> None:
-        """Run a trial that compares them; when this returns, nothing is left of it."""
-        lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
-        failure = candidate.run(Trial(), lean=lean)
-        if not failure:
-            self._session.untried.discard(self._name)
-        self._learn_from(lean)
-
-    def _learn_from(self, saves: LeanSaves) -> None:
-        """Take over what comparisons have shown."""
-        session, different = self._session, self._sites.different
-        session.surprised |= not saves.spoiled <= session.spoiled
-        session.spoiled |= saves.spoiled
-        session.compared |= saves.compared
-        if saves.took:
-            session.read.add((self._name, session.is_lean(self._name)))
-        if saves.differed:
-            session.surprised = True
-            names = {place.made_by or "a mask" for place in different if place.made_by != RETURNED}
-            if names:
-                session.different[self._name] = tuple(sorted(name.removesuffix("Backward0") for name in names))
-
-    def _candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: WrittenState | None = None) -> Candidate:
-        return Candidate(self._name, self._original, args, kwargs, state or self._state, self._enter)
-
-    def _enter(self, trial: Trial | None) -> None:
-        self._session.trial = trial
-
-    def _generator_is_out_of_sight(self, leaves: Sequence[Any]) -> bool:
-        """Whether a checkpoint would not see whose generator to put back: it looks at the devices of its arguments."""
-        device = self._state.device()
-        if device.type == "cpu":
-            return False
-        return not any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in leaves)
 
     def _may_be_lean(self) -> bool:
         """Compiled code would be compiled again for what looks at its operations."""
@@ -320,7 +208,7 @@ class _Calls:
                 if self._name in session.hands_on:
                     self._return(saves, out, session.hands_on[self._name] >= grade)
             make_in_backward(saves.taken, out)
-            self._learn_from(saves)
+            self._findings.learn_from(saves)
             self._note_given(saves.borrowed)
             return out
         finally:
@@ -360,7 +248,7 @@ class _Calls:
             observer = region = recorder.region(name, args, kwargs, survey)
         elif lean and name not in session.untried and self._may_be_lean():
             held = state.buffers()
-            observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._learn_from)
+            observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._findings.learn_from)
         if originals:
             original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)
