@@ -121,7 +121,7 @@ class Mimose:
             raise
         forbidden = "" if self._engine.agreement is None else NO_RETRY
         self._attempts: Attempts | None = Attempts(
-            self._engine,
+            self._engine.running,
             model,
             list(dict.fromkeys([*model.parameters(), *optimized(*optimizers)])),
             self._engine.device,

@@ -34,7 +34,7 @@ MOST_FAILURES_IN_A_ROW = 10
 
 
 class Repeatable(Protocol):
-    """The engine, as far as attempts need it."""
+    """The step that is running, as far as attempts need it."""
 
     @property
     def stepping(self) -> bool:
@@ -66,7 +66,7 @@ class Attempts:
     """Runs a step's forward and backward, again if need be.
 
     Args:
-        engine: Whose steps they are.
+        running: The step that is running, whichever that is.
         model: What the step writes besides gradients.
         zeroed: Parameters whose gradients are zeroed between forward and backward, where any are.
         device: Whose generator it uses.
@@ -77,7 +77,7 @@ class Attempts:
 
     def __init__(
         self,
-        engine: Repeatable,
+        running: Repeatable,
         model: nn.Module,
         zeroed: Sequence[nn.Parameter],
         device: torch.device,
@@ -86,7 +86,7 @@ class Attempts:
         keep: Callable[[], Callable[[], None]] = lambda: lambda: None,
         forbids: Callable[[], str] = lambda: "",
     ) -> None:
-        self._engine = engine
+        self._running = running
         self._zeroed = list(zeroed)
         among = {id(parameter) for parameter in self._zeroed}
         self._others = [parameter for parameter in model.parameters() if id(parameter) not in among]
@@ -111,13 +111,13 @@ class Attempts:
             DeviceMemoryError: Out of memory, and running again cannot help; it says where the memory went.
             RecomputeError: A unit cannot be repeated, and neither can the step.
         """
-        if not self._engine.stepping:
+        if not self._running.stepping:
             return once()
         aside: ExitStack | None = None  # few steps fail, and every step is here
         try:
             while True:
-                before = _Before(self._state, self._device, self._keep(), self._every, learning=self._engine.learning)
-                before.note_gradients(self._every if self._engine.gradients == "kept" else self._others)
+                before = _Before(self._state, self._device, self._keep(), self._every, learning=self._running.learning)
+                before.note_gradients(self._every if self._running.gradients == "kept" else self._others)
                 try:
                     result = once()
                 except Exception as error:
@@ -134,7 +134,7 @@ class Attempts:
                         "A step that failed could not be run again: it had written a large buffer that no other step "
                         f"wrote. Nothing was updated. It had failed with {failed}"
                     )
-                if self._engine.gradients == "freed":
+                if self._running.gradients == "freed":
                     for parameter in self._zeroed:
                         parameter.grad = None
                 gc.collect()
@@ -150,32 +150,32 @@ class Attempts:
 
     def _cure(self, error: Exception, before: _Before) -> None:
         """Prepare another attempt, or raise what ends the step."""
-        engine = self._engine
+        running = self._running
         forbidden = self._forbids() or before.lost()
         if isinstance(error, RecomputeError):
-            if LATEST in error.reasons and engine.latest_region is not None:
-                error = RecomputeError({engine.latest_region: error.reasons[LATEST]})
-            engine.refuse(error.reasons)
-            if forbidden or not engine.again(leaner=False, why=str(error)):
+            if LATEST in error.reasons and running.latest_region is not None:
+                error = RecomputeError({running.latest_region: error.reasons[LATEST]})
+            running.refuse(error.reasons)
+            if forbidden or not running.again(leaner=False, why=str(error)):
                 raise error
-        elif isinstance(error, CheckpointError) and engine.latest_region is not None:
-            unit, text = engine.latest_region, str(error).splitlines()[0]
-            engine.refuse({unit: DIFFERS})
-            if forbidden or not engine.again(leaner=False, why=f"{unit}: {text}"):
+        elif isinstance(error, CheckpointError) and running.latest_region is not None:
+            unit, text = running.latest_region, str(error).splitlines()[0]
+            running.refuse({unit: DIFFERS})
+            if forbidden or not running.again(leaner=False, why=f"{unit}: {text}"):
                 raise RecomputeError({unit: f"{DIFFERS} ({text})"}) from error
         elif is_out_of_memory(error):
             self._failures_in_a_row += 1
             if not self._retry:
-                raise engine.out_of_memory(error, 'on_oom="retry" would run the step again under it.') from error
+                raise running.out_of_memory(error, 'on_oom="retry" would run the step again under it.') from error
             if forbidden:
-                raise engine.out_of_memory(error, f"It was not run again: {forbidden}.") from error
+                raise running.out_of_memory(error, f"It was not run again: {forbidden}.") from error
             if self._failures_in_a_row > MOST_FAILURES_IN_A_ROW:
                 hint = f"{MOST_FAILURES_IN_A_ROW} steps in a row ran out of memory: give a smaller budget."
-                raise engine.out_of_memory(error, hint) from error
+                raise running.out_of_memory(error, hint) from error
             # Libraries fail without it, with memory that it has cached and would have given back.
             allocator_failed = isinstance(error, torch.OutOfMemoryError)
-            if not engine.again(leaner=True, why="out of memory", allocator_failed=allocator_failed):
-                raise engine.out_of_memory(error, "The most saving plan was in force already.") from error
+            if not running.again(leaner=True, why="out of memory", allocator_failed=allocator_failed):
+                raise running.out_of_memory(error, "The most saving plan was in force already.") from error
         else:
             raise error
 

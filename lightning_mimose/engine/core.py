@@ -6,7 +6,6 @@ batch -> input size -> plan cache -> (miss) estimator -> planner -> plan -> unit
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,26 +17,24 @@ from torch.optim import Optimizer
 
 from lightning_mimose.actions.offload import HostMemory, Offloader
 from lightning_mimose.actions.session import Session
-from lightning_mimose.advise.advice import Advice
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.agreement import Agreement
-from lightning_mimose.budget import device_memory, parse_budget
-from lightning_mimose.dims import dims_text
+from lightning_mimose.budget import device_memory
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.decisions import Decisions
 from lightning_mimose.engine.lessons import Lessons
+from lightning_mimose.engine.limits import device_bytes, device_of, host_bytes
 from lightning_mimose.engine.metering import Metering
-from lightning_mimose.engine.refusal import Refuser, device_memory_error
+from lightning_mimose.engine.refusal import Refuser
+from lightning_mimose.engine.running import Running
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
-from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError, RecomputeError, UnsupportedError
+from lightning_mimose.errors import BudgetInfeasibleError, RecomputeError
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
-from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.measure.others import Others, take_workspaces
-from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
@@ -88,9 +85,7 @@ class Engine:
         profile: bool = True,
     ) -> None:
         self.model = model
-        self.device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-        if self.device == torch.accelerator.current_accelerator():  # which has no index: the current one is meant
-            self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
+        self.device = device_of(model, device)
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2
@@ -98,16 +93,7 @@ class Engine:
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
         self.memory = device_memory(self.device)
-        if not has_memory_counters(self.device):
-            raise UnsupportedError(
-                f"The allocator of {self.device} has no memory counters that torch {torch.__version__} can read. Train "
-                "with torch's own allocator on cuda, or on cpu."
-            )
-        shared = None
-        if isinstance(budget, SHARED_BUDGETS):
-            shared, budget_bytes = budget, budget.resolve(self.device)
-        else:
-            budget_bytes = parse_budget(budget).resolve(self.memory, held_bytes=self._held_bytes())
+        budget_bytes = device_bytes(budget, self.device, self.memory, self.ledger)
         self.advisor = Advisor(
             budget_bytes,
             size_fn=size_fn,
@@ -122,20 +108,20 @@ class Engine:
         )
         self.host: HostMemory | None = None
         if OFFLOAD in self.actions:
-            self.host = HostMemory(self._host_bytes(host_budget))
+            self.host = HostMemory(host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
             self.advisor.link = measure_link(self.device, self.host.budget_bytes)
         self._update = UpdateReserve(self.ledger)
         self._refuser = Refuser(self.advisor, on_infeasible, self._update)
         self.tenancy: Tenancy | None = None
-        if shared is not None:
-            self.tenancy = Tenancy(*shared.open(self.device), self.advisor, self.session)
+        if isinstance(budget, SHARED_BUDGETS):
+            self.tenancy = Tenancy(*budget.open(self.device), self.advisor, self.session)
             self._refuser.beside = self.tenancy.beside
             self.advisor.owns_allocator = False  # other jobs of the process, and other models of this one, use it too
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
-        self._trials = Trials(self.advisor, self.session)
+        trials = Trials(self.advisor, self.session)
         self._decisions = Decisions(
             model,
             self.advisor,
@@ -143,15 +129,28 @@ class Engine:
             self.ledger,
             self._update,
             self._refuser,
-            self._trials,
+            trials,
             self._attachment,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
-            Others(self.device, budget_bytes) if shared is None and counters.exist(self.device) else None,
+            Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None,
         )
         self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
-        self._step: Step | None = None
+        self.running = Running(
+            self.device,
+            self.memory,
+            self.advisor,
+            self.session,
+            self.ledger,
+            self._update,
+            self._decisions,
+            self._attachment,
+            trials,
+            self._lessons,
+            self._metering,
+            self.tenancy,
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -162,17 +161,6 @@ class Engine:
     def agreement(self) -> Agreement | None:
         """How the ranks of a sharded model come to one plan, if it is one."""
         return self._decisions.agreement
-
-    def _host_bytes(self, host_budget: str | int | float | None) -> int:
-        memory = device_memory(torch.device("cpu"))
-        if host_budget is not None:
-            return parse_budget(host_budget).resolve(memory)
-        return memory.free_bytes // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # every rank takes its own
-
-    def _held_bytes(self) -> int:
-        if counters.exist(self.device):
-            return counters.read(self.device).reserved_bytes
-        return self.ledger.lasting_bytes() + self.ledger.gradient_bytes
 
     # --- attaching --------------------------------------------------------------------------------------------
 
@@ -228,32 +216,23 @@ class Engine:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has no tensors, or another type than before.
         """
-        step = self._step = self._decisions.decide(
+        step = self._decisions.decide(
             batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
         )
-        self._arm(step)
+        self.running.arm(step)
         if self.tenancy is not None and not self.tenancy.begin(step, self._update.rest_bytes(step.resident)):
             self.drop_step()
             self.begin_step(  # other jobs take more by now: plan anew
                 batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
             )
 
-    def _arm(self, step: Step) -> None:
-        self._metering.arm(step)
-        strangers: frozenset[str] = frozenset()
-        if step.advice.plan is not None and self.agreement is None:  # a rank recomputes nothing alone
-            strangers = self.advisor.strangers_to(step.advice.plan)
-        self.session.arm(step.actions, None, strangers)
-        handing = self.advisor.estimator.observed.handing
-        self.session.hand_on(self.advisor.handed_on, handing.takers, handing.places)
-        self._trials.arm(step)
-
     def begin_forward(self) -> None:
         """The forward is about to run."""
         if self.tenancy is not None:
             self.tenancy.begin_forward()
-        if self._step is not None:
-            self._metering.begin_forward(self._step)
+        step = self.running.step
+        if step is not None:
+            self._metering.begin_forward(step)
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """The forward is done and gradients are zeroed; backward begins.
@@ -261,12 +240,12 @@ class Engine:
         Raises:
             RecomputeError: The input of a unit that is to be recomputed was changed in place after its forward.
         """
-        step = self._step
+        step = self.running.step
         if step is None:
             return
         changed = self.session.changed_inputs() if not step.updating else {}
         if changed:
-            self.refuse(changed)
+            self.session.refuse(changed)
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
         self.session.end_forward()
@@ -279,8 +258,9 @@ class Engine:
 
     def after_backward(self) -> None:
         """A backward pass is done, and nothing was let go of since; optional: something is learnt from it."""
-        if self._step is not None:
-            self._metering.end_backward(self._step)
+        step = self.running.step
+        if step is not None:
+            self._metering.end_backward(step)
 
     def before_update(self) -> None:
         """Backward is done; an optimizer is about to update.
@@ -288,7 +268,7 @@ class Engine:
         Raises:
             BudgetInfeasibleError: The step was measured, and the most saving plan exceeded the budget.
         """
-        step = self._step
+        step = self.running.step
         if step is None or step.updating:
             return
         measured = step.measuring
@@ -309,7 +289,7 @@ class Engine:
         Raises:
             BudgetInfeasibleError: As `before_update`, for a step without an update.
         """
-        step = self._step
+        step = self.running.step
         if step is None:
             return None
         if not step.updating:
@@ -319,57 +299,26 @@ class Engine:
         actions = self.session.actions
         if self.session.met:
             self._lessons.of_strangers(step)
-        self._clear(step)
+        self.running.disarm(step)
         if self.tenancy is not None:
             self.tenancy.turn()
         self._metering.planned += not step.sheltered
-        return StepRecord(
-            step=number,
-            batch_idx=step.batch_idx,
-            epoch=step.epoch,
-            size=self.advisor.tracker.named(step.size),
-            sheltered=step.sheltered,
-            cache_hit=step.advice.cache_hit,
-            retried=step.retried,
-            budget_bytes=self.budget_bytes,
-            resident_bytes=step.resident.total_bytes - step.unfilled_bytes,
-            predicted_peak_bytes=step.advice.predicted_peak_bytes,
-            measured_peak_bytes=step.measured_peak_bytes,
-            reserved_peak_bytes=step.reserved_peak_bytes,
-            actions=actions,
-            planning_seconds=step.planning_seconds,
-        )
+        return step.record(number, self.advisor.tracker.named(step.size), self.advisor.budget_bytes, actions)
 
     def drop_step(self) -> None:
         """The step that has begun will not run: another one begins in its place."""
-        if self._step is not None:
-            self._clear(self._step, ran=False)
+        step = self.running.step
+        if step is not None:
+            self.running.disarm(step, ran=False)
 
     def abort_step(self) -> None:
         """An exception ended the step: stop measuring and disarm; nothing is learnt from it."""
-        step = self._step
+        step = self.running.step
         if step is not None:
             try:
                 self._metering.stop(step)
             finally:
-                self._clear(step)
-
-    def _clear(self, step: Step, *, ran: bool = True) -> None:
-        self._metering.close(step)
-        session, self._step = self.session, None
-        armed = session.armed
-        session.disarm(ran=ran)
-        if self.tenancy is not None:
-            self.tenancy.end()
-        if self._attachment.has_news:
-            self._attachment.take_refusals()
-        if armed:  # else no unit can have been tried
-            self._trials.disarm()
-        if session.surprised:
-            session.surprised = False
-            self.advisor.different = dict(session.different)
-            self.advisor.spoiled = frozenset(session.spoiled)
-            self.advisor.forget()
+                self.running.disarm(step)
 
     def _finish_together(self, step: Step) -> None:
         """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
@@ -382,82 +331,3 @@ class Engine:
             error = found
         if step.sheltered:
             self._decisions.refuse_together(error)
-
-    # --- running a step again ---------------------------------------------------------------------------------
-
-    @property
-    def stepping(self) -> bool:
-        """Whether a step is under way whose update has not begun."""
-        return self._step is not None and not self._step.updating
-
-    def in_backward(self) -> bool:
-        """Whether the step that is running has begun its backward."""
-        return self._step is not None and self._step.in_backward
-
-    @property
-    def learning(self) -> bool:
-        """Whether the step that is running is one of those in which things are learnt."""
-        return self._step is not None and (self._step.sheltered or self.session.learning_steps > 0)
-
-    @property
-    def gradients(self) -> Literal["freed", "zeroed", "kept"]:
-        """What becomes of older gradients before this step's backward."""
-        if self._step is None or self._step.accumulates:
-            return "kept"
-        return "freed" if self._step.resident.zeroes_gradients else "zeroed"
-
-    @property
-    def latest_region(self) -> str | None:
-        """The unit that was recomputed last."""
-        return self.session.latest
-
-    def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Never recompute some units."""
-        self.session.refuse(reasons)
-
-    def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
-        """Make the step that failed ready to run again.
-
-        Args:
-            leaner: Whether it needs the most saving plan, and not just one without the units refused meanwhile.
-            why: What happened, for the log.
-            allocator_failed: Whether it was the device's allocator that had no more.
-
-        Returns:
-            Whether it may; not if it ran under the most saving plan already.
-        """
-        step = self._step
-        if step is None:
-            return False
-        before = {unit: action for unit, action in self.session.actions.items() if unit not in self.session.met}
-        if self.session.met:
-            self._lessons.of_strangers(step)
-        # A step that learns has put the peak back at every mark.
-        counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
-        failed = counters.read(self.device) if counted else None
-        self._metering.stop(step)
-        step.in_backward, step.retried = False, True
-        self._attachment.take_refusals()
-        if leaner and not self.session.compared:  # a trial beside the step was not what had been planned
-            self.advisor.learn_out_of_memory(step.advice.predicted_peak_bytes, failed)
-            if step.advice.bounded:
-                self.advisor.bounds.refute()
-        step.advice = self.advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
-        step.actions = dict(self.advisor.shelter if step.advice.plan is None else step.advice.plan)
-        if leaner and step.actions == before:
-            return False
-        self.advisor.announce(
-            f"mimose: batch {step.batch_idx} ({dims_text(self.advisor.tracker.named(step.size))}) runs again with "
-            f"{len(step.actions)} units recomputed: {why}"
-        )
-        self._arm(step)
-        if self.tenancy is not None:
-            self.tenancy.again(step, self._update.rest_bytes(step.resident))
-        return True
-
-    def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:
-        """What to raise when the device is out of memory and the step cannot run again: where the memory went."""
-        step = self._step
-        resident = step.resident.total_bytes if step is not None else self.ledger.lasting_bytes()
-        holds = self.advisor.holds(step.size, step.resident, self.session.actions) if step is not None else None
-        return device_memory_error(self.budget_bytes, self.memory.description, resident, holds, error, hint)

@@ -12,6 +12,7 @@ from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sizes import BatchSize
 
 
@@ -75,3 +76,29 @@ class Step:
     def sheltered(self) -> bool:
         """Whether it runs under the most saving plan because nothing trustworthy is known yet."""
         return self.advice.plan is None
+
+    def record(self, number: int, size: dict[str, int], budget_bytes: int, actions: dict[str, str]) -> StepRecord:
+        """The step's record.
+
+        Args:
+            number: Of the step.
+            size: The batch's size, by name.
+            budget_bytes: The budget in force.
+            actions: What the units did.
+        """
+        return StepRecord(
+            step=number,
+            batch_idx=self.batch_idx,
+            epoch=self.epoch,
+            size=size,
+            sheltered=self.sheltered,
+            cache_hit=self.advice.cache_hit,
+            retried=self.retried,
+            budget_bytes=budget_bytes,
+            resident_bytes=self.resident.total_bytes - self.unfilled_bytes,
+            predicted_peak_bytes=self.advice.predicted_peak_bytes,
+            measured_peak_bytes=self.measured_peak_bytes,
+            reserved_peak_bytes=self.reserved_peak_bytes,
+            actions=actions,
+            planning_seconds=self.planning_seconds,
+        )

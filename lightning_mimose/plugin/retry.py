@@ -101,12 +101,12 @@ def why_not(strategy: Any, engine: Any, exchanged: bool) -> str:
     """
     if engine.agreement is not None:
         return NO_RETRY
-    if engine.gradients == "zeroed" and engine.in_backward():
+    if engine.running.gradients == "zeroed" and engine.running.in_backward():
         return "this LightningModule zeroes gradients in a way of its own (optimizer_zero_grad)"
     if reducer_of(strategy) is None:
         return ""
     wrapped = strategy.model
-    if engine.in_backward():
+    if engine.running.in_backward():
         return "under DDP some gradients may be reduced over the ranks already"
     if wrapped.broadcast_buffers and any(True for _ in wrapped.module.buffers()):
         return (

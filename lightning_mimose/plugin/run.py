@@ -75,7 +75,7 @@ class Run:
             return keep_logged(trainer)
 
         attempts = Attempts(
-            engine,
+            engine.running,
             self._module,
             list(optimized(*trainer.optimizers)),
             engine.device,
@@ -94,7 +94,7 @@ class Run:
     def _translated(self, error: Exception) -> BaseException | None:
         if self._module.automatic_optimization or not is_out_of_memory(error):
             return None
-        return self.engine.out_of_memory(error, "A batch of manual optimization cannot run again.")
+        return self.engine.running.out_of_memory(error, "A batch of manual optimization cannot run again.")
 
     @property
     def is_another(self) -> bool:

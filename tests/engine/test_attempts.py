@@ -15,8 +15,8 @@ from lightning_mimose.engine.attempts import MOST_FAILURES_IN_A_ROW, Attempts
 from lightning_mimose.errors import RecomputeError, is_out_of_memory
 
 
-class Engine:
-    """As much of an engine as attempts ask."""
+class Running:
+    """As much of a running step as attempts ask."""
 
     def __init__(self, gradients: Literal["freed", "zeroed", "kept"] = "freed", leaner: int = 1) -> None:
         self.stepping, self.learning, self.gradients = True, True, gradients
@@ -55,9 +55,9 @@ class Failing:
         return result
 
 
-def attempts(engine: Engine, model: nn.Module, **options: Any) -> Attempts:
+def attempts(running: Running, model: nn.Module, **options: Any) -> Attempts:
     parameters = list(model.parameters())
-    return Attempts(engine, model, parameters, torch.device("cpu"), **{"retry": True, **options})
+    return Attempts(running, model, parameters, torch.device("cpu"), **{"retry": True, **options})
 
 
 OOM = torch.OutOfMemoryError("CUDA out of memory")
@@ -81,10 +81,10 @@ def test_what_counts_as_out_of_memory(error: BaseException, is_one: bool) -> Non
 
 
 def test_a_step_that_succeeds_runs_once() -> None:
-    engine, once = Engine(), Failing(lambda: 3)
-    assert attempts(engine, nn.Linear(2, 2)).run(once) == 3
+    running, once = Running(), Failing(lambda: 3)
+    assert attempts(running, nn.Linear(2, 2)).run(once) == 3
     assert once.calls == 1
-    assert engine.asked == []
+    assert running.asked == []
 
 
 def test_everything_is_put_back_before_the_second_attempt() -> None:
@@ -104,7 +104,7 @@ def test_everything_is_put_back_before_the_second_attempt() -> None:
     model.reset_running_stats()
     undo()
     torch.set_rng_state(state)
-    found = attempts(Engine(), model, keep=lambda: undo).run(Failing(step, OOM))
+    found = attempts(Running(), model, keep=lambda: undo).run(Failing(step, OOM))
     assert torch.equal(found, expected)
     assert torch.equal(model.running_mean, mean)
     assert model.num_batches_tracked == 1
@@ -140,7 +140,7 @@ def test_gradients_that_stay_get_this_batch_once(failures: int) -> None:
         if layers is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    attempts(Engine("kept", leaner=5), model).run(once)
+    attempts(Running("kept", leaner=5), model).run(once)
     assert all(torch.equal(layer.weight.grad, e) for layer, e in zip(model, expected, strict=True))
     assert not any(layer.weight._post_accumulate_grad_hooks for layer in model)
 
@@ -156,7 +156,7 @@ def test_gradients_that_are_freed_anyway_are_dropped() -> None:
         if len(seen) == 1:
             out_of_memory()
 
-    attempts(Engine(), model).run(once)
+    attempts(Running(), model).run(once)
     assert seen == [False, False]
 
 
@@ -167,48 +167,48 @@ def test_gradients_that_are_freed_anyway_are_dropped() -> None:
 def test_where_it_must_not_run_again_the_error_says_why(options: dict[str, Any], hint: str) -> None:
     once = Failing(lambda: None, OOM, OOM, OOM)
     with pytest.raises(MemoryError, match=hint):
-        attempts(Engine(leaner=1 if options else 0), nn.Linear(2, 2), **options).run(once)
+        attempts(Running(leaner=1 if options else 0), nn.Linear(2, 2), **options).run(once)
     assert once.calls == 1
 
 
 def test_failures_in_a_row_are_bounded() -> None:
-    engine = Engine(leaner=10**6)
-    running = attempts(engine, nn.Linear(2, 2))
+    running = Running(leaner=10**6)
+    attempted = attempts(running, nn.Linear(2, 2))
     with pytest.raises(MemoryError, match="smaller budget"):
-        running.run(Failing(lambda: None, *[OOM] * 100))
-    assert len(engine.asked) == MOST_FAILURES_IN_A_ROW
+        attempted.run(Failing(lambda: None, *[OOM] * 100))
+    assert len(running.asked) == MOST_FAILURES_IN_A_ROW
 
 
 def test_a_unit_that_cannot_be_repeated_is_left_out() -> None:
-    engine, once = Engine(), Failing(lambda: 1, RecomputeError({"a": "changed"}))
-    assert attempts(engine, nn.Linear(2, 2)).run(once) == 1
-    assert engine.refused == {"a": "changed"}
-    assert engine.asked == [False]
+    running, once = Running(), Failing(lambda: 1, RecomputeError({"a": "changed"}))
+    assert attempts(running, nn.Linear(2, 2)).run(once) == 1
+    assert running.refused == {"a": "changed"}
+    assert running.asked == [False]
 
 
 def test_a_checkpoint_error_names_the_unit() -> None:
-    engine = Engine()
-    engine.latest_region = "layers.3"
-    assert attempts(engine, nn.Linear(2, 2)).run(Failing(lambda: 1, CheckpointError("other tensors"))) == 1
-    assert engine.refused == {"layers.3": DIFFERS}
+    running = Running()
+    running.latest_region = "layers.3"
+    assert attempts(running, nn.Linear(2, 2)).run(Failing(lambda: 1, CheckpointError("other tensors"))) == 1
+    assert running.refused == {"layers.3": DIFFERS}
     with pytest.raises(RecomputeError, match=r"layers\.3.*units="):
-        attempts(engine, nn.Linear(2, 2), forbids=lambda: "x").run(Failing(lambda: 1, CheckpointError("other")))
+        attempts(running, nn.Linear(2, 2), forbids=lambda: "x").run(Failing(lambda: 1, CheckpointError("other")))
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), CheckpointError("of somebody else")])
 def test_other_errors_are_nobodys_business(error: BaseException) -> None:
     once = Failing(lambda: None, error)
     with pytest.raises(type(error)):
-        attempts(Engine(), nn.Linear(2, 2)).run(once)
+        attempts(Running(), nn.Linear(2, 2)).run(once)
     assert once.calls == 1
 
 
 def test_outside_a_step_nothing_is_guarded() -> None:
     """A closure that an optimizer calls again inside its update, say."""
-    engine = Engine()
-    engine.stepping = False
+    running = Running()
+    running.stepping = False
     with pytest.raises(torch.OutOfMemoryError):
-        attempts(engine, nn.Linear(2, 2)).run(Failing(lambda: None, OOM))
+        attempts(running, nn.Linear(2, 2)).run(Failing(lambda: None, OOM))
 
 
 def test_parameters_that_the_attempt_wrote_cannot_be_put_back() -> None:
@@ -221,14 +221,14 @@ def test_parameters_that_the_attempt_wrote_cannot_be_put_back() -> None:
         out_of_memory()
 
     with pytest.raises(MemoryError, match="written parameters"):
-        attempts(Engine(), model).run(once)
+        attempts(Running(), model).run(once)
 
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_one_of_many_parameters_that_steps_write_is_known(steps: int) -> None:
     """All are looked at in every step, however many there are."""
-    model, engine = nn.ParameterList(torch.zeros(1) for _ in range(300)), Engine()
-    attempted, quiet = attempts(engine, model), Failing(lambda: None)
+    model, running = nn.ParameterList(torch.zeros(1) for _ in range(300)), Running()
+    attempted, quiet = attempts(running, model), Failing(lambda: None)
     for _ in range(3):
         attempted.run(quiet)
 
@@ -257,7 +257,7 @@ def test_gradients_that_nobody_zeroes_stay() -> None:
         if len(calls) == 1:
             out_of_memory()
 
-    Attempts(Engine(leaner=3), model, list(model[0].parameters()), torch.device("cpu"), retry=True).run(once)
+    Attempts(Running(leaner=3), model, list(model[0].parameters()), torch.device("cpu"), retry=True).run(once)
     model[1](model[0](torch.ones(1, 2)).detach()).sum().backward()
     once_more = outside.grad.clone()
     outside.grad = torch.ones(2, 2)

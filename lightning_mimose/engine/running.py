@@ -1,0 +1,188 @@
+"""The step that is running: its plan put in force, once more where the step failed, and taken out of force again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advise.advice import Advice
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.budget import DeviceMemory
+from lightning_mimose.dims import dims_text
+from lightning_mimose.engine.attachment import Attachment
+from lightning_mimose.engine.decisions import Decisions
+from lightning_mimose.engine.lessons import Lessons
+from lightning_mimose.engine.metering import Metering
+from lightning_mimose.engine.refusal import device_memory_error
+from lightning_mimose.engine.step import Step
+from lightning_mimose.engine.tenancy import Tenancy
+from lightning_mimose.engine.trials import Trials
+from lightning_mimose.errors import DeviceMemoryError
+from lightning_mimose.measure import counters
+from lightning_mimose.measure.peak import PeakRecorder
+from lightning_mimose.measure.resident import ResidentLedger
+from lightning_mimose.measure.update import UpdateReserve
+
+
+class Running:
+    """The step that is running, whichever that is, and how it is made to run again where it failed.
+
+    Args:
+        device: Where it runs.
+        memory: What the device has.
+        advisor: Knows the most saving plan.
+        session: What the units consult.
+        ledger: What is resident.
+        update: What updates need.
+        decisions: Knows whether several ranks come to one plan.
+        attachment: Tells plans what is never recomputed.
+        trials: Names the units that are tried.
+        lessons: Learns from what it called.
+        metering: Measures it.
+        tenancy: The part of a shared budget, if it is one.
+
+    Attributes:
+        step: The step; None between steps.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        memory: DeviceMemory,
+        advisor: Advisor,
+        session: Session,
+        ledger: ResidentLedger,
+        update: UpdateReserve,
+        decisions: Decisions,
+        attachment: Attachment,
+        trials: Trials,
+        lessons: Lessons,
+        metering: Metering,
+        tenancy: Tenancy | None,
+    ) -> None:
+        self._device, self._memory = device, memory
+        self._advisor, self._session = advisor, session
+        self._ledger, self._update = ledger, update
+        self._decisions, self._attachment, self._trials = decisions, attachment, trials
+        self._lessons, self._metering, self._tenancy = lessons, metering, tenancy
+        self.step: Step | None = None
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way whose update has not begun."""
+        return self.step is not None and not self.step.updating
+
+    def in_backward(self) -> bool:
+        """Whether the step that is running has begun its backward."""
+        return self.step is not None and self.step.in_backward
+
+    @property
+    def learning(self) -> bool:
+        """Whether the step that is running is one of those in which things are learnt."""
+        return self.step is not None and (self.step.sheltered or self._session.learning_steps > 0)
+
+    @property
+    def gradients(self) -> Literal["freed", "zeroed", "kept"]:
+        """What becomes of older gradients before this step's backward."""
+        if self.step is None or self.step.accumulates:
+            return "kept"
+        return "freed" if self.step.resident.zeroes_gradients else "zeroed"
+
+    @property
+    def latest_region(self) -> str | None:
+        """The unit that was recomputed last."""
+        return self._session.latest
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Never recompute some units."""
+        self._session.refuse(reasons)
+
+    def arm(self, step: Step) -> None:
+        """Put the plan of a step in force: it is the one that is running."""
+        advisor, session, self.step = self._advisor, self._session, step
+        self._metering.arm(step)
+        strangers: frozenset[str] = frozenset()
+        if step.advice.plan is not None and self._decisions.agreement is None:  # a rank recomputes nothing alone
+            strangers = advisor.strangers_to(step.advice.plan)
+        session.arm(step.actions, None, strangers)
+        handing = advisor.estimator.observed.handing
+        session.hand_on(advisor.handed_on, handing.takers, handing.places)
+        self._trials.arm(step)
+
+    def disarm(self, step: Step, *, ran: bool = True) -> None:
+        """Take the plan out of force: the step is over.
+
+        Args:
+            step: The step that is running.
+            ran: Whether it ran, and no other one begins in its place.
+        """
+        self._metering.close(step)
+        session, self.step = self._session, None
+        armed = session.armed
+        session.disarm(ran=ran)
+        if self._tenancy is not None:
+            self._tenancy.end()
+        if self._attachment.has_news:
+            self._attachment.take_refusals()
+        if armed:  # else no unit can have been tried
+            self._trials.disarm()
+        if session.surprised:
+            session.surprised = False
+            self._advisor.different = dict(session.different)
+            self._advisor.spoiled = frozenset(session.spoiled)
+            self._advisor.forget()
+
+    def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
+        """Make the step that failed ready to run again.
+
+        Args:
+            leaner: Whether it needs the most saving plan, and not just one without the units refused meanwhile.
+            why: What happened, for the log.
+            allocator_failed: Whether it was the device's allocator that had no more.
+
+        Returns:
+            Whether it may; not if it ran under the most saving plan already.
+        """
+        step, advisor, session = self.step, self._advisor, self._session
+        if step is None:
+            return False
+        before = {unit: action for unit, action in session.actions.items() if unit not in session.met}
+        if session.met:
+            self._lessons.of_strangers(step)
+        # A step that learns has put the peak back at every mark.
+        counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
+        failed = counters.read(self._device) if counted else None
+        self._metering.stop(step)
+        step.in_backward, step.retried = False, True
+        self._attachment.take_refusals()
+        if leaner and not session.compared:  # a trial beside the step was not what had been planned
+            advisor.learn_out_of_memory(step.advice.predicted_peak_bytes, failed)
+            if step.advice.bounded:
+                advisor.bounds.refute()
+        step.advice = advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
+        step.actions = dict(advisor.shelter if step.advice.plan is None else step.advice.plan)
+        if leaner and step.actions == before:
+            return False
+        advisor.announce(
+            f"mimose: batch {step.batch_idx} ({dims_text(advisor.tracker.named(step.size))}) runs again with "
+            f"{len(step.actions)} units recomputed: {why}"
+        )
+        self.arm(step)
+        if self._tenancy is not None:
+            self._tenancy.again(step, self._update.rest_bytes(step.resident))
+        return True
+
+    def out_of_memory(self, error: BaseException, hint: str) -> DeviceMemoryError:
+        """What to raise when the device is out of memory and the step cannot run again: where the memory went.
+
+        Args:
+            error: What the device said.
+            hint: Why the step was not run again.
+        """
+        step, advisor = self.step, self._advisor
+        resident = step.resident.total_bytes if step is not None else self._ledger.lasting_bytes()
+        holds = advisor.holds(step.size, step.resident, self._session.actions) if step is not None else None
+        return device_memory_error(advisor.budget_bytes, self._memory.description, resident, holds, error, hint)
