@@ -25,14 +25,16 @@ class Check(NamedTuple):
         error: The largest error, as a share of the size's peak.
         checked: Indices of the sizes that could be predicted.
         predicted: Shape (checked, columns).
+        resting: Shape (features, directions); features along these rest on sizes that nothing checks.
     """
 
     error: float
     checked: Sequence[int]
     predicted: NDArray[np.float64]
+    resting: NDArray[np.float64]
 
 
-UNCHECKED = Check(float("inf"), (), np.zeros((0, 0)))
+UNCHECKED = Check(float("inf"), (), np.zeros((0, 0)), np.zeros((0, 0)))
 
 
 def left_out(
@@ -79,14 +81,26 @@ def left_out(
     predicted = values[checked] - np.concatenate(missing)
     error = largest_error(predicted, truth[checked], structure, resident_bytes)
     if len(checked) == len(design) and not few:
-        return Check(error, checked, predicted)
+        return Check(error, checked, predicted, np.zeros((features, 0)))
     # A size without which the fit is undetermined cannot be checked; only an exact fit is believed regardless, and only
     # where nothing is rounded: else those sizes may be all that tells a rounding from another.
-    believed = error < EXACT_ERROR and not rounds
-    for alone in set(group) - set(group[checked]) if believed else ():
-        held, rest = group == alone, group != alone
-        believed &= _follows(design[rest], values[rest], design[held], truth[held], structure)
-    return Check(error, checked, predicted) if believed else UNCHECKED
+    if error >= EXACT_ERROR or rounds:
+        return UNCHECKED
+    lone = [
+        alone
+        for alone in set(group) - set(group[checked])
+        if not _follows(
+            design[group != alone], values[group != alone], design[group == alone], truth[group == alone], structure
+        )
+    ]
+    return Check(error, checked, predicted, _missing(design[~np.isin(group, lone)]))
+
+
+def _missing(design: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Directions in which some sizes have no features, shape (features, directions)."""
+    _, extents, right = np.linalg.svd(design, full_matrices=True)
+    rank = int((extents > LEVERAGE * extents[0]).sum())
+    return np.asarray(right[rank:].T)
 
 
 def _follows(

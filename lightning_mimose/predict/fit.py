@@ -16,6 +16,7 @@ from lightning_mimose.predict.checking import EXACT_ERROR, UNCHECKED, Check, dou
 from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.shortfalls import shortfalls
+from lightning_mimose.predict.solving import LEVERAGE
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -59,6 +60,7 @@ class Fit:
             blocks that attention may pad to.
         without: Values of sides that were left out, and with them all that are as small: kernels work in another way
             there.
+        resting: Shape (features, directions); along these its features rest on single sizes that nothing checks.
         short: What is added to every column so that no moment of any of the sizes is predicted lower than what was seen
             by more than the error; 0 for none.
     """
@@ -77,6 +79,7 @@ class Fit:
     sides: tuple[str, ...] = ()
     grains: tuple[int, ...] = ()
     without: tuple[Value, ...] = ()
+    resting: NDArray[np.float64] | None = None
     short: NDArray[np.float64] | float = 0.0
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
@@ -88,16 +91,18 @@ class Fit:
         """The error to expect at some size, as a share of its peak.
 
         Sizes that were all rounded alike tell nothing of others. If they were whole multiples (of a stride, a window),
-        it is infinite where one is not. Where the basis rounds up, it grows with the leverage, as if all of it were due
-        to a wrong basis.
+        it is infinite where one is not, and where a size has features that rest on a single other one. Where the basis
+        rounds up, it grows with the leverage, as if all of it were due to a wrong basis.
         """
         if any(dims[name] % grain for name in self.sides for grain in self.grains):
             return float("inf")
         if self.local is not None:
             return max(self.error, self.local.error_at(dims, resident_bytes))
+        features = self.basis.features(dims)
+        if self.resting is not None and (np.abs(features @ self.resting) > LEVERAGE).any():
+            return float("inf")
         if not self.basis.rounds:
             return self.error
-        features = self.basis.features(dims)
         return self.error * max(1.0, float(features @ self.inverse @ features) / self.leverage)
 
     def covers(self, dims: Mapping[str, int]) -> bool:
@@ -234,7 +239,8 @@ class _Choice:
         if local is None:
             return self
         error = error_of(local.left_out)
-        return replace(self, local=local, check=Check(error, range(len(self.sizes)), local.left_out))
+        check = Check(error, range(len(self.sizes)), local.left_out, np.zeros((0, 0)))
+        return replace(self, local=local, check=check)
 
     def fit(self, without: Sequence[Value] = ()) -> Fit:
         """The fit, if these values of sides were left out of its sizes."""
@@ -263,6 +269,7 @@ class _Choice:
             sides,
             _grains(self.sizes, sides),
             tuple(without),
+            self.check.resting if self.check.resting.size else None,
             short,
         )
 
@@ -270,16 +277,17 @@ class _Choice:
 def _outlined(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> _Choice:
-    """The basis that describes all columns best."""
+    """The basis that describes all columns best: one that rests on no single size, if there is one that is exact."""
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
     best, basis, truth = UNCHECKED, candidates[0], structure.summary(values)
     for candidate in candidates:
         design = candidate.design(sizes)
         check = left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
-        if check.error < BETTER * best.error:
+        whole = check.error <= EXACT_ERROR and not check.resting.size
+        if check.error < BETTER * best.error or (whole and best.resting.size):
             best, basis = check, candidate
-        if check.error <= EXACT_ERROR:
+        if whole:
             break
     return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, None, best)
 

@@ -50,6 +50,7 @@ class Misses:
         self.verified = 0
         self.left_free_bytes = 0
         self._largest_measured_bytes = self._seen_bytes = 0
+        self._missed = False
         self._relapses = 0
 
     @property
@@ -75,7 +76,8 @@ class Misses:
             self.fade()
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
-            self._relapses = min(self._relapses + (self.verified > 0), MOST_RELAPSES)
+            self._relapses = min(self._relapses + (self._missed and self.verified > 0), MOST_RELAPSES)
+            self._missed = True
             self.verified = 0
         elif -missed < UNRELATED_SHARE * predicted_bytes:
             self.verified += 1

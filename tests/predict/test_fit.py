@@ -113,9 +113,27 @@ def test_one_image_of_another_width_does_not_tell_a_sum_from_a_product() -> None
     pairs = ((190, 190), (190, 95), (95, 95), (161, 95), (127, 95))
     sizes = [{"batch": 8, "height": h, "width": w} for h, w in pairs]
     found = best_fit(sizes, np.outer([h * w for h, w in pairs], values[0]), structure, 0)
-    assert found.error > EXACT_ERROR or found.values_at({"batch": 8, "height": 250, "width": 250}) == pytest.approx(
-        values[0] * 250**2, rel=1e-6
-    )
+    for height, width in ((250, 95), (250, 250), (95, 190)):
+        dims = {"batch": 8, "height": height, "width": width}
+        believed = found.error_at(dims, 0) < EXACT_ERROR
+        assert not believed or found.values_at(dims) == pytest.approx(values[0] * height * width, rel=1e-6)
+        assert believed or width != 95  # what all but one size have in common is known
+
+
+def test_what_one_size_alone_says_is_believed_of_no_other() -> None:
+    """Targets that are half as long as their sources tell nothing of others; one that is not, not in what way."""
+    _, values, structure = rows([1], small=0)
+
+    def law(source: int, target: int) -> int:
+        return source**2 + target**2 + 3 * source * target + 100 * source
+
+    pairs = ((40, 20), (72, 36), (24, 12), (56, 28), (64, 32), (33, 16), (48, 24))
+    sizes = [{"batch": 8, "input_ids:1": source, "labels:1": target} for source, target in pairs]
+    found = best_fit(sizes, np.outer([law(*pair) for pair in pairs], values[0]), structure, 0)
+    for source, target, known in ((96, 48, True), (80, 40, True), (80, 48, False), (40, 64, False)):
+        dims = {"batch": 8, "input_ids:1": source, "labels:1": target}
+        assert (found.error_at(dims, 0) < EXACT_ERROR) == known
+        assert not known or found.values_at(dims) == pytest.approx(values[0] * law(source, target), rel=1e-6)
 
 
 def test_one_smaller_batch_is_believed_to_be_one() -> None:
