@@ -85,6 +85,21 @@ def test_every_step_stays_within_the_budget(name: str, share: float) -> None:
         assert sum(record.sheltered for record in mimose.records) < len(batches)
 
 
+def test_one_image_of_another_width_tells_little_of_larger_ones() -> None:
+    """Heights vary beside one width; only the first image has another. Sums of both sides describe all of these."""
+    sides = [(64, 64), (64, 32), (32, 32), (56, 32), (40, 32), (96, 96), (32, 64), (48, 80), (96, 64), (88, 96)]
+    batches = [image_batch(4, *pair, seed=i) for i, pair in enumerate(sides)]
+    budget = budget_at(0.7, TinyVision, batches)
+    model = TinyVision()
+    optimizer = adam(model)
+    with Mimose(model, budget=budget, optimizer=optimizer, loss_fn=model_loss) as mimose:
+        peaks = [metered(mimose, model, optimizer, batch) for batch in batches]
+        assert max(peaks) <= budget
+        planned = [(r, peak) for r, peak in zip(mimose.records, peaks, strict=True) if not r.sheltered]
+        assert len(planned) >= 2
+        assert all(abs(r.predicted_peak_bytes / peak - 1) < 0.01 for r, peak in planned)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
 def test_the_peak_is_predicted(name: str) -> None:
     """On planned steps, of sizes never seen before, within 0.5 % of the independent meter's peak."""

@@ -182,7 +182,7 @@ class Forecast:
                 if part is None or part.structure != prediction.structure:
                     smaller[chunks] = share
                 else:
-                    # What is kept free is for the whole batch's error, and that of a measured one is none.
+                    # What is kept free is for the whole batch's error, and that of a measured one is little.
                     exact = part.trusted and part.error <= GOOD_ERROR
                     smaller[chunks] = part.values if exact else np.maximum(part.values, share)
         return Extras(self.link, smaller)

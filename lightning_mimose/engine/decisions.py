@@ -109,7 +109,7 @@ class Decisions:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
                 advisor.forget()
-                advisor.misses.verified = 0
+                advisor.misses.trained_anew()
                 self.reserve(ledger.optimizers)
         data = batch_bytes(batch)
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)

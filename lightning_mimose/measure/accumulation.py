@@ -20,24 +20,26 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def summed_gradients(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The sum that autograd would have made in place; None for whatever else is called.
+    """The sum that autograd would have made in place; None for nearly everything else that is called.
 
-    To be called by a mode that has no other one around it, with what it was given.
+    To be called by a mode with what it was given; under another mode nothing is imitated, for the user's own run is
+    under that one, too. A sum inside a backward formula looks the same: its values are, its layout may not be.
     """
-    if func is not _ADD or kwargs or len(args) != 2 or torch.is_grad_enabled():
+    if func is not _ADD or kwargs or len(args) != 2 or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
         return None
-    first, second = args
-    if not (type(first) is type(second) is torch.Tensor) or first.stride() == second.stride():
+    if not all(map(_has_strides, args)) or args[0].stride() == args[1].stride():
         return None
-    alike = first.shape == second.shape and first.dtype == second.dtype
-    if not alike or torch._C._current_graph_task_id() < 0 or torch._C._len_torch_dispatch_stack():
+    if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype or torch._C._len_torch_dispatch_stack():
         return None
-    del first, second
-    if _holders(args) != _of_a_sole_owner():
+    if _holders(args) != _with_one_owner():
         return None
     out = torch.empty_like(args[0])
     # It has those strides where no elements overlap and none is left out, which autograd asks for, too.
     return torch.add(*args, out=out) if out.stride() == args[0].stride() else None
+
+
+def _has_strides(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_nested
 
 
 def _holders(args: Any) -> tuple[int, int, int]:
@@ -60,7 +62,7 @@ class _Probe(TorchDispatchMode):
 
 
 @cache
-def _of_a_sole_owner() -> tuple[int, int, int] | None:
+def _with_one_owner() -> tuple[int, int, int] | None:
     """What `_holders` says of a gradient that only autograd holds, which differs from one torch to the next."""
 
     def run() -> tuple[int, int, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -87,16 +86,15 @@ def left_out(
     if error >= EXACT_ERROR or rounds:
         return UNCHECKED
     lone = [
-        alone
-        for alone in set(group) - set(group[checked])
-        if not _follows(
-            design[group != alone], values[group != alone], design[group == alone], truth[group == alone], structure
-        )
+        size
+        for size in set(group) - set(group[checked])
+        if not _follows(design, values, truth, group == size, structure, resident_bytes)
     ]
-    return Check(error, checked, predicted, _missing(design[~np.isin(group, lone)]))
+    resting = _unspanned(design[~np.isin(group, lone)]) if lone else np.zeros((features, 0))
+    return Check(error, checked, predicted, resting)
 
 
-def _missing(design: NDArray[np.float64]) -> NDArray[np.float64]:
+def _unspanned(design: NDArray[np.float64]) -> NDArray[np.float64]:
     """Directions in which some sizes have no features, shape (features, directions)."""
     _, extents, right = np.linalg.svd(design, full_matrices=True)
     rank = int((extents > LEVERAGE * extents[0]).sum())
@@ -106,22 +104,23 @@ def _missing(design: NDArray[np.float64]) -> NDArray[np.float64]:
 def _follows(
     design: NDArray[np.float64],
     values: NDArray[np.float64],
-    held: NDArray[np.float64],
     truth: NDArray[np.float64],
+    held: NDArray[np.bool_],
     structure: Structure,
+    resident_bytes: int,
 ) -> bool:
-    """Whether the others predict a size with fewer features, of which they leave some undetermined.
+    """Whether others predict the sizes `held`, without which the fit is undetermined, with a feature less.
 
-    Else it is described by whatever features it alone has, right or wrong: a single image of another width follows a
-    sum of both sides as well as their product.
+    Else these are described by whatever feature they alone have, right or wrong: a single image of another width
+    follows a sum of both sides as well as their product.
     """
-    rank = int(np.linalg.matrix_rank(design))
-    for kept in combinations(range(design.shape[1]), rank):
-        some = list(kept)
-        if np.linalg.matrix_rank(design[:, some]) < rank:
+    features = design.shape[1]
+    for dropped in range(features):
+        fewer = np.delete(design, dropped, axis=1)
+        if np.linalg.matrix_rank(fewer[~held]) < features - 1:
             continue
-        predicted = held[:, some] @ np.linalg.lstsq(design[:, some], values, rcond=None)[0]
-        if largest_error(predicted, truth, structure, 0) < EXACT_ERROR:
+        predicted = fewer[held] @ np.linalg.lstsq(fewer[~held], values[~held], rcond=None)[0]
+        if largest_error(predicted, truth[held], structure, resident_bytes) < EXACT_ERROR:
             return True
     return False
 

@@ -170,9 +170,9 @@ class Estimator:
         if seen and (fitted is None or not fitted.trusted):
             # The same size in steps of several shapes: which one comes next is anybody's guess.
             trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
-            error = self.observed.scatter.error
-            values = self.observed.sizes[seen[-1]][key]
-            return Prediction(seen[-1], values, error, trusted and error <= USABLE_ERROR, dims=dims)
+            error, values = self.observed.scatter.error_on(structure.path), self.observed.sizes[seen[-1]][key]
+            usable = USABLE_ERROR * (2 if len(self) >= 2 * self._patience else 1)
+            return Prediction(seen[-1], values, error, trusted and error <= usable, dims=dims)
         return fitted
 
     def _fitted(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
@@ -189,7 +189,8 @@ class Estimator:
             parts.extend(each for name in fit.too_small(dims) if (each := (name, dims[name])) not in parts)
             if not fit.covers(dims):
                 continue
-            error = max(fit.error_at(dims, self.resident_bytes), self.observed.scatter.error)
+            scatter = self.observed.scatter.error_on(structure.path)
+            error = max(fit.error_at(dims, self.resident_bytes), scatter)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
             prediction = Prediction(structure, fit.values_at(dims), error, trusted, fit.doubtful, dims, reach)

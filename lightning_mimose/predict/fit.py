@@ -90,9 +90,9 @@ class Fit:
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
         """The error to expect at some size, as a share of its peak.
 
-        Sizes that were all rounded alike tell nothing of others. If they were whole multiples (of a stride, a window),
-        it is infinite where one is not, and where a size has features that rest on a single other one. Where the basis
-        rounds up, it grows with the leverage, as if all of it were due to a wrong basis.
+        Sizes that were all rounded alike tell nothing of others: if they were whole multiples (of a stride, a window),
+        it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one.
+        Where the basis rounds up, it grows with the leverage, as if all of it were due to a wrong basis.
         """
         if any(dims[name] % grain for name in self.sides for grain in self.grains):
             return float("inf")
@@ -169,7 +169,7 @@ def best_fit(
                     found.append((choose(rest), (name, least), rest))
             if not found:
                 break
-            choice, value, rest = min(found, key=lambda each: each[0].check.error)
+            choice, value, rest = min(found, key=lambda each: each[0].rank)
             if choice.check.error >= BETTER * best.check.error:
                 break
             left.discard(value[0])
@@ -221,6 +221,11 @@ class _Choice:
     basis: Basis
     local: LocalFit | None
     check: Check
+
+    @property
+    def rank(self) -> tuple[float, bool]:
+        """The less the better: of those that are exact, one that rests on no single size."""
+        return max(self.check.error, EXACT_ERROR), bool(self.check.resting.size)
 
     def detailed(self) -> _Choice:
         """With a basis for every column, where that is better."""
@@ -277,18 +282,23 @@ class _Choice:
 def _outlined(
     sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> _Choice:
-    """The basis that describes all columns best: one that rests on no single size, if there is one that is exact."""
+    """The basis that describes all columns best; one that rests on single sizes only where no other one is good."""
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
     best, basis, truth = UNCHECKED, candidates[0], structure.summary(values)
+    partial: tuple[Check, Basis] | None = None
     for candidate in candidates:
         design = candidate.design(sizes)
         check = left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
-        whole = check.error <= EXACT_ERROR and not check.resting.size
-        if check.error < BETTER * best.error or (whole and best.resting.size):
+        if check.resting.size:
+            partial = partial or (check, candidate)
+            continue
+        if check.error < BETTER * best.error:
             best, basis = check, candidate
-        if whole:
+        if check.error <= EXACT_ERROR:
             break
+    if partial is not None and best.error > GOOD_ERROR:
+        best, basis = partial
     return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, None, best)
 
 

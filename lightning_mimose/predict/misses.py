@@ -8,10 +8,10 @@ UNRELATED_SHARE = 0.25
 """By how much a planned step may be below its prediction for that to have held, more or less."""
 SURPLUS_LEFT = 0.9
 """What is left of the bytes that a step was above its prediction, with each step that does without them."""
-RELAPSE = 4
-"""How many times as long that is remembered for every time that it came back after predictions had held."""
-MOST_RELAPSES = 4
-"""Of which so many count: what is missing then may be the nature of the model."""
+HELD = 3
+"""Planned steps in a row after whose predictions had held what is missing again has come back."""
+RELAPSE, MOST_RELAPSES = 4, 2
+"""How many times as long it is remembered then, and again the next time: it may be the nature of the model."""
 FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
@@ -58,6 +58,10 @@ class Misses:
         """What plans leave free because of it."""
         return self.surplus_bytes + self.fragmentation_bytes
 
+    def trained_anew(self) -> None:
+        """Other parameters are trained: predictions have yet to hold, or to fail."""
+        self.verified, self._missed, self._relapses = 0, False, 0
+
     def plans_forgotten(self) -> None:
         """All plans are made anew from now on."""
         self.left_free_bytes = self.kept_free_bytes
@@ -76,7 +80,7 @@ class Misses:
             self.fade()
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
-            self._relapses = min(self._relapses + (self._missed and self.verified > 0), MOST_RELAPSES)
+            self._relapses = min(self._relapses + (self._missed and self.verified >= HELD), MOST_RELAPSES)
             self._missed = True
             self.verified = 0
         elif -missed < UNRELATED_SHARE * predicted_bytes:

@@ -213,6 +213,7 @@ class Observed:
             self.waits.left[tuple(kind)] = int(left)
         for number, pairs, steps in state["habits"]:
             self.habits.steps[tuple((name, int(value)) for name, value in pairs)] = paths[number], int(steps)
+        self.scatter = Scatter()  # what is loaded was measured by somebody else
 
 
 def names_of(key: Key) -> tuple[str, ...]:

@@ -12,27 +12,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.checking import largest_error
+from lightning_mimose.predict.paths import Path
 from lightning_mimose.predict.structure import Structure
 
+KNOWN_PATHS = 64
 REMEASURED = 8
-"""Sizes measured again that are remembered: what a training's first steps had besides is forgotten in time."""
+"""Sizes measured again that are remembered: what a training's first steps had besides is forgotten with them."""
 
 
 class Scatter:
-    """What sizes that were measured again have shown.
+    """What sizes that were measured again have shown, on every path that steps take.
 
     Example:
-        >>> Scatter().error
+        >>> Scatter().error_on(Path(frozenset("ab"), frozenset()))
         0.0
     """
 
     def __init__(self) -> None:
-        self._errors: deque[float] = deque(maxlen=REMEASURED)
+        self._errors: dict[Path, deque[float]] = {}
 
-    @property
-    def error(self) -> float:
-        """The largest difference between two steps of one size, as a share of the peak."""
-        return max(self._errors, default=0.0)
+    def error_on(self, path: Path) -> float:
+        """The largest difference between two steps of one size on a path, as a share of the peak."""
+        return max(self._errors.get(path, ()), default=0.0)
 
     def add(
         self, structure: Structure, before: NDArray[np.float64], now: NDArray[np.float64], resident_bytes: int
@@ -45,5 +46,7 @@ class Scatter:
             now: What it is, shape (columns,).
             resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
         """
-        truth = structure.summary(now[None])
-        self._errors.append(largest_error(before[None], truth, structure, resident_bytes))
+        if len(self._errors) >= KNOWN_PATHS and structure.path not in self._errors:
+            del self._errors[next(iter(self._errors))]
+        error = largest_error(before[None], structure.summary(now[None]), structure, resident_bytes)
+        self._errors.setdefault(structure.path, deque(maxlen=REMEASURED)).append(error)

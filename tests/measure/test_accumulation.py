@@ -62,3 +62,19 @@ def test_in_place_and_new_sums_differ_in_their_layout() -> None:
     """Otherwise there is nothing to be seen here."""
     assert summed(None, held=False)[0] == TURNED
     assert summed(None, held=True)[0] == LAST
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_gradients_without_strides_are_summed() -> None:
+    """Nested ones, which say so only by an error."""
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], requires_grad=True)
+    twice = rows * 2
+    loss = sum(torch.nested.to_padded_tensor(twice * factor, 0.0).sum() for factor in (2, 3))
+    meter = DispatchMeter()
+    meter.start()
+    try:
+        torch.autograd.backward(loss)
+    finally:
+        meter.stop()
+    assert rows.grad is not None
+    assert [part.unique().tolist() for part in rows.grad.unbind()] == [[10.0], [10.0]]

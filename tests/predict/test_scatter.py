@@ -20,12 +20,12 @@ def test_the_largest_of_the_latest_differences_counts() -> None:
     peak = int(structure.summary(values[None])[0, 0])
     scatter = Scatter()
     scatter.add(structure, values, values, peak)
-    assert scatter.error == 0
+    assert scatter.error_on(structure.path) == 0
     scatter.add(structure, 1.2 * values, values, peak)
-    assert scatter.error >= 0.09
+    assert scatter.error_on(structure.path) >= 0.09
     for _ in range(REMEASURED):
         scatter.add(structure, 1.01 * values, values, peak)
-    assert 0.004 <= scatter.error < 0.09
+    assert 0.004 <= scatter.error_on(structure.path) < 0.09
 
 
 @pytest.mark.parametrize(("share", "trusted"), [(0.0, True), (0.01, True), (0.5, False)])
@@ -53,4 +53,5 @@ def test_steps_that_do_the_same_differ_by_nothing() -> None:
             mimose._engine.advisor.estimator.distrust()  # so that the next step is sheltered
             mimose.step(text_batch(2, 8))
         assert [record.sheltered for record in mimose.records] == [True] * 4
-        assert mimose._engine.advisor.estimator.observed.scatter.error == 0
+        observed = mimose._engine.advisor.estimator.observed
+        assert [observed.scatter.error_on(structure.path) for structure in observed.sizes] == [0]
