@@ -35,7 +35,7 @@ class Fits:
 
     def __init__(self) -> None:
         self.hurries = False
-        self._fits: dict[Slot, Fit | None] = {}
+        self._fits: dict[Slot, Fit] = {}
         self._before: dict[Slot, Fit] = {}
         """What stands in for fits that are late: the last ones, of fewer sizes."""
         self._without: dict[tuple[Value | None, tuple[str, ...]], tuple[Value, ...]] = {}
@@ -52,9 +52,8 @@ class Fits:
         Args:
             observed: The shapes of steps that are still of interest.
         """
-        made = {slot: fit for slot, fit in self._fits.items() if fit is not None}
-        self._without |= {slot[1:]: fit.without for slot, fit in made.items()}
-        self._before = {slot: fit for slot, fit in (self._before | made).items() if slot[0] in observed}
+        self._without |= {slot[1:]: fit.without for slot, fit in self._fits.items()}
+        self._before = {slot: fit for slot, fit in (self._before | self._fits).items() if slot[0] in observed}
         self._fits.clear()
         self._stood_in.clear()
         self._failed.clear()
@@ -72,13 +71,12 @@ class Fits:
             resident_bytes: See `best_fit`.
         """
         keys = [key for key in known if part is None or part in key]
+        if not keys:  # and nothing is remembered of that: there may be a batch of any size
+            return None
         names = tuple(name for name, _ in next(iter(known), ()))
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot in self._fits:
             return self._fits[slot]
-        if not keys:
-            self._fits[slot] = None
-            return None
         sizes, values = [dict(key) for key in keys], np.array([known[key] for key in keys])
         work = partial(best_fit, sizes, values, structure, resident_bytes, self._without.get(slot[1:], ()))
         before, additions = self._before.get(slot), self._additions

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import Observation, observe
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.fit import Fit, best_fit
 from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits, Key
 from tests.helpers.models import TinyText, text_batch
@@ -169,3 +170,14 @@ def test_good_fits_are_never_late() -> None:
 def test_few_sizes_are_never_late(count: int) -> None:
     """Whatever they are."""
     assert same(upto(count).of(count), at_once(count))
+
+
+def test_nothing_is_remembered_of_batches_of_which_nothing_is_known() -> None:
+    """Packed batches may have another number of rows in every step of a long training."""
+    observation = observe(recorded(TinyText(), text_batch(2, 8)), 0)
+    estimator = Estimator()
+    for rows in (2, 3, 5, 8, 13):
+        estimator.add({"batch": rows, "ids:1": 8}, observation.structure, rows * observation.values)
+    for rows in range(1, 300):
+        estimator.predict({"batch": rows, "ids:1": 8})
+    assert len(estimator.fits._fits) <= 6
