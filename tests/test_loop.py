@@ -100,6 +100,20 @@ def test_one_image_of_another_width_tells_little_of_larger_ones() -> None:
         assert all(abs(r.predicted_peak_bytes / peak - 1) < 0.01 for r, peak in planned)
 
 
+def test_a_plan_for_a_size_of_which_nothing_is_sure_leaves_much_free() -> None:
+    """Widths that no measured image had: whoever asks is told what saves most, or the least that it takes."""
+    model = TinyVision()
+    with Mimose(model, budget="1GB", optimizer=adam(model), loss_fn=model_loss) as mimose:
+        for height, width in ((64, 64), (64, 32), (32, 32), (56, 32), (40, 32)):
+            mimose.step(image_batch(4, height, width))
+        for dims in ({"pixel_values:2": 32, "pixel_values:3": 64}, {"pixel_values:2": 33, "pixel_values:3": 65}):
+            assert not mimose._advisor.estimator.predict(dict(mimose._advisor.size_of(dims).dims)).trusted
+            assert not mimose.plan(dims).choices  # there is room for more than twice as much
+            assert mimose.plan(dims, "9MB").choices
+            with pytest.raises(BudgetInfeasibleError, match="Give at least"):
+                mimose.plan(dims, "1MB")
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
 def test_the_peak_is_predicted(name: str) -> None:
     """On planned steps, of sizes never seen before, within 0.5 % of the independent meter's peak."""

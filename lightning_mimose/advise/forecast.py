@@ -191,7 +191,8 @@ class Forecast:
         """What a plan leaves free: for what no column describes, and for the fit's error on a step of this size."""
         peak = min(budget_bytes, timeline.peak_bytes({}))
         passes = max(each.structure.passes for each in (prediction, *prediction.others))
-        error = max(prediction.error, SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
+        # A size of which nothing is sure has an infinite one: who asks for its plan gets one that leaves much free.
+        error = max(min(prediction.error, 1.0), SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
         return free + self.misses.kept_free_bytes

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
-from lightning_mimose.predict.observed import Key, Observed, names_of
+from lightning_mimose.predict.observed import Observed, names_of
+from lightning_mimose.predict.paths import Key
 from lightning_mimose.predict.structure import Structure
 
 

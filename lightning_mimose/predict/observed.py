@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.handing import common
-from lightning_mimose.predict.paths import Habits, Waits
+from lightning_mimose.predict.paths import Habits, Key, Waits
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
@@ -19,9 +19,6 @@ MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
 FORGET_AFTER = 20
 """Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
-
-Key: TypeAlias = tuple[tuple[str, int], ...]
-"""A size: its named dimensions, sorted."""
 
 
 class Handing(NamedTuple):
