@@ -105,7 +105,7 @@ class Student(Forecast):
         """
         prediction = self.estimator.predict(dict(size.dims))
         acting = [unit for unit, action in actions.items() if action != KEEP]
-        news = prediction is not None and self.estimator.refine(prediction.structure, fates, acting)
+        news = prediction is not None and self.estimator.observed.refine(prediction.structure, fates, acting)
         if news:
             self._forget_plans()
         return news

@@ -8,7 +8,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
-from lightning_mimose.predict.observed import Observed, names_of
-from lightning_mimose.predict.paths import Key
+from lightning_mimose.predict.observed import Observed
+from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure
 
 
@@ -86,12 +86,6 @@ class Estimator:
             self._measured_since.add(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
-
-    def refine(
-        self, structure: Structure, fates: Mapping[frozenset[str], Sequence[str | None]], acting: Collection[str]
-    ) -> bool:
-        """Learn from a planned step which inputs live longer, see `Observed.refine`; whether there are any."""
-        return self.observed.refine(structure, fates, acting)
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""
@@ -179,7 +173,7 @@ class Estimator:
     def _fitted(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         best: Prediction | None = None
         usable: Prediction | None = None
-        names = names_of(key)
+        names, scatter = names_of(key), self.observed.scatter.error_on(structure.path)
         parts: list[Value | None] = [("batch", dims["batch"])] if "batch" in dims else []
         parts.append(None)
         for part in parts:
@@ -190,7 +184,6 @@ class Estimator:
             parts.extend(each for name in fit.too_small(dims) if (each := (name, dims[name])) not in parts)
             if not fit.covers(dims):
                 continue
-            scatter = self.observed.scatter.error_on(structure.path)
             error = max(fit.error_at(dims, self.resident_bytes), scatter)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)

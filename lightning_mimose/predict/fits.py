@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.features import may_be_surfaces
 from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
 from lightning_mimose.predict.late import Late
+from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure
 
 MAY_BE_LATE = 6
@@ -20,8 +21,6 @@ MAY_BE_LATE = 6
 HOPELESS_ERROR = 2 * USABLE_ERROR
 """Share of the step's peak: nothing is planned by a fit that misses sizes by more, however many there are."""
 
-Key: TypeAlias = tuple[tuple[str, int], ...]
-"""A size: its named dimensions, sorted."""
 Slot: TypeAlias = tuple[Structure, Value | None, tuple[str, ...]]
 """What a fit is of: the shape of a step, the value that a dimension has in all of its sizes, names of dimensions."""
 
@@ -73,7 +72,7 @@ class Fits:
         keys = [key for key in known if part is None or part in key]
         if not keys:  # and nothing is remembered of that: there may be a batch of any size
             return None
-        names = tuple(name for name, _ in next(iter(known), ()))
+        names = names_of(keys[0])
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot in self._fits:
             return self._fits[slot]

@@ -9,7 +9,7 @@ UNRELATED_SHARE = 0.25
 SURPLUS_LEFT = 0.9
 """What is left of the bytes that a step was above its prediction, with each step that does without them."""
 HELD = 3
-"""Planned steps in a row after whose predictions had held what is missing again has come back."""
+"""Planned steps in a row whose predictions have to hold before what is missing then counts as come back."""
 RELAPSE, MOST_RELAPSES = 4, 2
 """How many times as long it is remembered then, and again the next time: it may be the nature of the model."""
 FRAGMENTATION_LEFT = 0.999

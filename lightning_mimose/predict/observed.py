@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.handing import common
-from lightning_mimose.predict.paths import Habits, Key, Waits
+from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
@@ -211,8 +211,3 @@ class Observed:
         for number, pairs, steps in state["habits"]:
             self.habits.steps[tuple((name, int(value)) for name, value in pairs)] = paths[number], int(steps)
         self.scatter = Scatter()  # what is loaded was measured by somebody else
-
-
-def names_of(key: Key) -> tuple[str, ...]:
-    """The names of a size's dimensions."""
-    return tuple(name for name, _ in key)

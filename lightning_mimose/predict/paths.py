@@ -23,7 +23,12 @@ KNOWN_HABITS = 64
 """Sizes whose paths are remembered."""
 
 Key: TypeAlias = tuple[tuple[str, int], ...]
-"""A size: its dimensions, by name."""
+"""A size: its named dimensions, sorted."""
+
+
+def names_of(key: Key) -> tuple[str, ...]:
+    """The names of a size's dimensions."""
+    return tuple(name for name, _ in key)
 
 
 class Path(NamedTuple):

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.fit import Fit, best_fit
-from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits, Key
+from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits
+from lightning_mimose.predict.paths import Key
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
