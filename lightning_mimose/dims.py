@@ -7,7 +7,7 @@ Only shapes are read, never values, so nothing here waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -99,7 +99,7 @@ def _attributes(value: Any) -> Iterable[tuple[Any, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-def names_of(leaves: list[Leaf], share: bool = True) -> dict[str, int]:
+def names_of(leaves: Sequence[Leaf], share: bool = True) -> dict[str, int]:
     """Names of all dimensions; `share=False` leaves a shared leading axis under its own names."""
     dims: dict[str, int] = {}
     first = 0

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.agreement import NO_RETRY
+from lightning_mimose.engine.arguments import has_tensors
 from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.engine.core import Engine
-from lightning_mimose.errors import LossError
+from lightning_mimose.errors import LossError, SizeError
 from lightning_mimose.measure.resident import optimized
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
@@ -249,13 +250,22 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
     Raises:
         LossError: What it returned holds no scalar loss.
+        SizeError: There is no tensor in the batch, and it cannot be called with that.
     """
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        out = model(*batch)
-    else:
-        out = model(batch)
+    try:
+        if isinstance(batch, Mapping):
+            out = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            out = model(*batch)
+        else:
+            out = model(batch)
+    except TypeError as error:
+        if has_tensors(batch):
+            raise
+        raise SizeError(
+            f"There is no tensor in this batch, a {type(batch).__name__}, and {type(model).__name__} cannot be called "
+            f"with it ({error}). Pass loss_fn=lambda model, batch: ... that makes tensors of it."
+        ) from error
     loss = getattr(out, "loss", None)
     if loss is None:
         loss = out[0] if isinstance(out, (tuple, list)) else out["loss"] if isinstance(out, Mapping) else out

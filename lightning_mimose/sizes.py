@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from lightning_mimose.dims import BATCH, leaves_of, names_of
+from lightning_mimose.dims import BATCH, Leaf, leaves_of, names_of
 from lightning_mimose.errors import SizeError
+from lightning_mimose.layouts import Layout
 
 _KNOWN_SHAPES = 256  # batches whose shapes were met, and so need not be read again
 
@@ -58,49 +60,8 @@ class BatchSize:
         return self._rounded or self
 
 
-@dataclass
-class _Layout:
-    """What one set of names has shown so far, in O(dims): no history is kept."""
-
-    names: tuple[str, ...]
-    low: list[int]
-    high: list[int]
-    groups: list[list[int]]  # indices of dimensions that were equal in every batch; the first stands for the others
-    last: tuple[int, ...] | None = None
-    shown: list[int] = field(default_factory=list)  # the groups' first members that are worth naming
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], values: tuple[int, ...]) -> _Layout:
-        alone = [[i] for i, name in enumerate(names) if name == BATCH]
-        others = [i for i, name in enumerate(names) if name != BATCH]
-        layout = cls(names, list(values), list(values), [*alone, others] if others else alone)
-        layout.see(values)
-        return layout
-
-    def see(self, values: tuple[int, ...]) -> None:
-        if values == self.last:
-            return
-        self.last = values
-        self.low = list(map(min, self.low, values))
-        self.high = list(map(max, self.high, values))
-        refined: list[list[int]] = []
-        for group in self.groups:
-            by_value: dict[int, list[int]] = {}
-            for i in group:
-                by_value.setdefault(values[i], []).append(i)
-            refined.extend(by_value.values())
-        if len(refined) > len(self.groups):
-            refined.sort()
-        self.groups = refined
-        self.update_shown()
-
-    def update_shown(self) -> None:
-        varying = self.varying()
-        first = [group[0] for group in self.groups]
-        self.shown = [i for i in first if not varying or i in varying or self.names[i] == BATCH]
-
-    def varying(self) -> list[int]:
-        return [group[0] for group in self.groups if self.low[group[0]] < self.high[group[0]]]
+UNSIZED = BatchSize(())
+"""Stands for the size of a batch that is not known yet."""
 
 
 def check_size_fn(size_fn: object) -> None:
@@ -147,8 +108,12 @@ class SizeTracker:
         """
         check_size_fn(size_fn)
         self.size_fn = size_fn
+        self.level = 0
+        """How far inside the model sizes are read, 0 for the batch itself: see `engine.inlets`."""
+        self.entries = False
+        """Whether several calls of the model make a size, see there."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
-        self._layouts: list[_Layout] = []
+        self._layouts: list[Layout] = []
         self._index: dict[frozenset[str], int] = {}
         self._apart = False  # a layout was seen whose tensors do not share their leading axis
         self._by_shapes: dict[Any, BatchSize] = {}
@@ -172,10 +137,16 @@ class SizeTracker:
         return known
 
     def _observe(self, batch: Any) -> BatchSize:
-        dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
+        return self._see(self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch)))
+
+    def observe_leaves(self, leaves: Sequence[Leaf]) -> BatchSize:
+        """The size of these tensors, which is remembered: what the model is called with (see `level`)."""
+        return self._see(self._named(leaves))
+
+    def _see(self, dims: dict[str, int]) -> BatchSize:
         index = self._index.get(frozenset(dims))
         if index is None:
-            index = self._add(_Layout.of(tuple(dims), tuple(dims.values())))
+            index = self._add(Layout.of(tuple(dims), tuple(dims.values())))
         else:
             layout = self._layouts[index]
             if layout.names != tuple(dims):  # the same keys in another order
@@ -185,7 +156,7 @@ class SizeTracker:
 
     def named(self, size: BatchSize) -> dict[str, int]:
         """The dimensions of this size that are worth naming, by what is known now."""
-        return {size.dims[i][0]: size.dims[i][1] for i in self._layouts[size.layout].shown}
+        return {size.dims[i][0]: size.dims[i][1] for i in self._layouts[size.layout].shown} if size.dims else {}
 
     def look(self, batch: Any) -> BatchSize:
         """The size of a batch, or of named dimensions, without learning from it.
@@ -198,6 +169,11 @@ class SizeTracker:
             SizeError: For a name that no batch so far had, or a mapping before any batch was seen.
         """
         if not is_size(batch):
+            if self.level:
+                raise SizeError(
+                    f"The size of this batch is read where the model is called, in {list(self.names)}: it shows when "
+                    "the step runs. Name these dimensions in place of a batch."
+                )
             dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
         for index, layout in enumerate(self._layouts):
@@ -216,6 +192,29 @@ class SizeTracker:
             "dimensions as the step records do, or give a batch."
         )
 
+    def complete(
+        self, leaves: Sequence[Leaf], fill: Callable[[dict[str, int], Collection[str]], dict[str, int]]
+    ) -> BatchSize | None:
+        """The size of tensors of which only some are there; None where nothing like it was observed.
+
+        Args:
+            leaves: Those that are there. For the rest see `look`.
+            fill: Dimensions, and the names of those that are there -> the same with what follows from others.
+        """
+        for there in (names_of(leaves), names_of(leaves, share=False)):
+            with suppress(SizeError):
+                size = self.look(there)
+                return BatchSize(tuple(fill(dict(size.dims), there).items()), size.layout)
+        return None
+
+    def holds(self, leaves: Sequence[Leaf], size: BatchSize) -> bool:
+        """Whether a size that tensors were completed to is at least as large as those that are there by now."""
+        dims = dict(size.dims)
+        return any(
+            all(value <= dims.get(name, -1) for name, value in names_of(leaves, share).items())
+            for share in (True, False)
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The dimensions worth naming, of all layouts, in order of occurrence."""
@@ -229,18 +228,23 @@ class SizeTracker:
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data; `size_fn` is not part of it."""
         layouts = [{"names": x.names, "low": x.low, "high": x.high, "groups": x.groups} for x in self._layouts]
-        return copy.deepcopy({"kind": self._kind, "layouts": layouts})
+        return copy.deepcopy({"level": self.level, "entries": self.entries, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, in place of all that was learned here."""
+        self.restart(state["level"], state["entries"])
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
-        self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
         for saved in copy.deepcopy(state["layouts"]):
-            layout = _Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])
+            layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])
             layout.update_shown()
             self._add(layout)
 
-    def _add(self, layout: _Layout) -> int:
+    def restart(self, level: int, entries: bool = False) -> None:
+        """Forget all sizes: from now on they are read elsewhere, and are not comparable."""
+        self.level, self.entries, self._kind = level, entries, None
+        self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
+
+    def _add(self, layout: Layout) -> int:
         self._index[frozenset(layout.names)] = len(self._layouts)
         self._layouts.append(layout)
         self._by_shapes.clear()  # names depend on what layouts there are
@@ -250,6 +254,9 @@ class SizeTracker:
     def _read(self, batch: Any) -> dict[str, int]:
         leaves = leaves_of(batch)
         self._same_kind(_kind(batch), batch, "batch")
+        return self._named(leaves)
+
+    def _named(self, leaves: Sequence[Leaf]) -> dict[str, int]:
         dims = names_of(leaves)
         if self._apart and BATCH in dims:
             # Unrelated leading axes that happen to agree this once are no shared axis and no new layout.

@@ -446,7 +446,7 @@ def test_one_odd_batch_does_not_shelter_all_that_follow() -> None:
     budget = resident + int(0.6 * (peak - resident))
     with (
         warnings.catch_warnings(),
-        Mimose(model, budget=budget, loss_fn=lambda model, batch: model(batch).square().mean()) as mimose,
+        Mimose(model, budget=budget, loss_fn=lambda model, batch: model(batch).square().mean(), size_fn=len) as mimose,
     ):
         warnings.simplefilter("ignore")
         for i in range(40):

@@ -71,6 +71,8 @@ class _Calls:
 
     def _act(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
+        if session.first is not None:
+            session.begins(name, args, kwargs)
         # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
         # saves as much as any.
         if not session.armed:

@@ -24,8 +24,13 @@ Handler: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class Switch(Protocol):
     """Says whether a handler has anything to do; where it has not, a call costs next to nothing."""
 
-    armed: bool
-    stops: Any
+    @property
+    def armed(self) -> bool:
+        """Whether it has."""
+
+    @property
+    def stops(self) -> Any:
+        """Where calls may have to wait, if they may."""
 
 
 class _On:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,6 +23,9 @@ REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
 """Actions that run a unit's forward again."""
 
 
+FirstCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Told of the first call of a unit in a step, before it runs: unit, arguments by position, and by name."""
+
 BYPASSED = "its parts are called without it"
 """Why a unit is left alone whose own forward is not called."""
 
@@ -34,6 +38,7 @@ class Session:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
         actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
+        first: Waits for the first call of a unit.
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
@@ -76,6 +81,7 @@ class Session:
     armed: bool = False
     actions: dict[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
+    first: FirstCall | None = None
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
@@ -111,6 +117,7 @@ class Session:
     spoiled: set[str] = field(default_factory=set)
     learning_steps: int = 0
     news: bool = False
+    _armed_besides: bool = False
 
     def arm(
         self,
@@ -120,7 +127,7 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch, self.strangers, self.met = False, None, strangers, []
+        self.compared, self.watch, self.strangers, self.met, self.first = False, None, strangers, [], None
         self.given.clear()
         self.returned.clear()
         self.actions = self.standing(actions)
@@ -143,11 +150,27 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.watch = None
+        self.watch = self.first = None
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()
         self.returned.clear()
+
+    def act_from_now(self, actions: dict[str, str]) -> None:
+        """Let the units that are still to run do something else."""
+        self.actions, self.armed = self.standing(actions), True
+
+    def await_first(self, first: FirstCall) -> None:
+        """Be told of the next call of a unit, once; of a step that is armed already."""
+        self._armed_besides = self.armed and self.first is None
+        self.first, self.armed = first, True
+
+    def begins(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first unit of a step is called: tell who waits for it."""
+        first, self.first = self.first, None
+        self.armed = self._armed_besides or self.recorder is not None or self.watch is not None
+        if first is not None:
+            first(unit, args, kwargs)
 
     def hand_on(
         self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
-from lightning_mimose.advise.forecast import LEAN_REACH
+from lightning_mimose.advise.forecast import LEAN_REACH, understood_by
 from lightning_mimose.advise.student import Student
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
@@ -253,15 +253,7 @@ class Advisor(Student):
         def judged(choices: Choices) -> Judgement | None:
             if not all(self._allowed(unit, action) and unit not in self.left_out for unit, action in choices):
                 return None
-            understood = dict(choices)
-            for unit, action in choices:
-                # A grade of lean saves that is missing spares hardly more than the one before it.
-                lower = GRADES[GRADES.index(action) :: -1] if action in GRADES else (action,)
-                known = [each for each in lower if (unit, each) in timeline.option_index]
-                if known:
-                    understood[unit] = known[0]
-                else:
-                    del understood[unit]
+            understood = understood_by(timeline, choices)
             peak = timeline.peak_bytes(understood)
             fits = peak + free <= self.budget_bytes
             return Judgement(tuple(understood.items()), peak, timeline.added_seconds(understood), fits)

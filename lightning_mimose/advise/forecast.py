@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,8 +199,10 @@ class Forecast:
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""
-        if planned == size:
-            return plan.predicted_peak_bytes
+        return plan.predicted_peak_bytes if planned == size else self.peak_under(plan, size, resident)
+
+    def peak_under(self, plan: Plan, size: BatchSize, resident: Resident) -> int | None:
+        """What a batch takes under a plan that was made for another size; None where nothing is known of it."""
         slot = (size, plan, resident)
         if slot not in self._actual_peaks:
             prediction = self.estimator.predict(dict(size.dims))
@@ -210,7 +212,7 @@ class Forecast:
                 self._actual_peaks.clear()
             kept = None if plan.choices else self.kept_timeline(prediction, resident)
             timeline = self.timeline_of(prediction, resident) if kept is None else kept
-            self._actual_peaks[slot] = timeline.peak_bytes(dict(plan))
+            self._actual_peaks[slot] = timeline.peak_bytes(understood_by(timeline, plan.choices))
         return self._actual_peaks[slot]
 
     def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
@@ -268,3 +270,15 @@ class Forecast:
         """The dimensions that vary, of those that a size has, and that follow from no others."""
         alike = [dims for dims, _, _ in self.estimator.observations() if dims.keys() == dict(size.dims).keys()]
         return varying_dims(alike)[0] if alike else ()
+
+
+def understood_by(timeline: Timeline, choices: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What a plan that was made for another timeline does in this one, which may not have all its options."""
+    understood = {}
+    for unit, action in choices:
+        # A grade of lean saves that is missing spares hardly more than the one before it.
+        lower = GRADES[GRADES.index(action) :: -1] if action in GRADES else (action,)
+        known = [each for each in lower if (unit, each) in timeline.option_index]
+        if known:
+            understood[unit] = known[0]
+    return understood

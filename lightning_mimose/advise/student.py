@@ -16,7 +16,7 @@ from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 13
+STATE_VERSION = 14
 
 
 class Student(Forecast):

@@ -22,6 +22,7 @@ from lightning_mimose.agreement import Agreement
 from lightning_mimose.budget import device_memory
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.decisions import Decisions
+from lightning_mimose.engine.inlets import Inlets
 from lightning_mimose.engine.lessons import Lessons
 from lightning_mimose.engine.limits import device_bytes, device_of, host_bytes
 from lightning_mimose.engine.metering import Metering
@@ -122,6 +123,8 @@ class Engine:
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         trials = Trials(self.advisor, self.session)
+        fixed = size_fn is not None or self.tenancy is not None or len(ranks) > 1
+        self._inlets = Inlets(model, self.units, self.advisor, self.session, fixed=fixed)
         self._decisions = Decisions(
             model,
             self.advisor,
@@ -131,6 +134,7 @@ class Engine:
             self._refuser,
             trials,
             self._attachment,
+            self._inlets,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
             Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None,
@@ -147,6 +151,7 @@ class Engine:
             self._decisions,
             self._attachment,
             trials,
+            self._inlets,
             self._lessons,
             self._metering,
             self.tenancy,
@@ -178,6 +183,7 @@ class Engine:
         with ExitStack() as last:  # each of these runs, whatever another one raises
             last.callback(self.advisor.planner.scheduler.close)
             last.callback(self._attachment.detach)
+            last.callback(self._inlets.detach)
             if self.tenancy is not None:
                 last.callback(self.tenancy.close)
             self.abort_step()
@@ -214,7 +220,7 @@ class Engine:
 
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
-            SizeError: The batch has no tensors, or another type than before.
+            SizeError: The batch has another type than before, or no tensors where its size has to be known by now.
         """
         step = self._decisions.decide(
             batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
@@ -239,10 +245,12 @@ class Engine:
 
         Raises:
             RecomputeError: The input of a unit that is to be recomputed was changed in place after its forward.
+            SizeError: Nothing in the step had a size.
         """
         step = self.running.step
         if step is None:
             return
+        self._inlets.end_forward()
         changed = self.session.changed_inputs() if not step.updating else {}
         if changed:
             self.session.refuse(changed)
@@ -299,6 +307,8 @@ class Engine:
         actions = self.session.actions
         if self.session.met:
             self._lessons.of_strangers(step)
+        if step.learns and self._lessons.in_vain(step.size):
+            self._inlets.rise("batches vary in too many dimensions")
         self.running.disarm(step)
         if self.tenancy is not None:
             self.tenancy.turn()

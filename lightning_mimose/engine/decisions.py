@@ -18,6 +18,7 @@ from lightning_mimose.agreement import Agreement
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.consensus import Consensus
+from lightning_mimose.engine.inlets import Inlets
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
@@ -29,7 +30,7 @@ from lightning_mimose.measure.saved import resident_tensors
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sharding import reshard, sharded_modules
-from lightning_mimose.sizes import BatchSize
+from lightning_mimose.sizes import UNSIZED, BatchSize
 
 
 class Decisions:
@@ -44,6 +45,7 @@ class Decisions:
         refuser: Refuses what fits no plan.
         trials: Tells plans what was tried.
         attachment: Tells plans what is never recomputed.
+        inlets: Reads sizes.
         agreement: How the ranks of a sharded model come to one plan, if it is one.
         tenancy: The part of a shared budget, if it is one.
         others: What else is on the device; None where nobody can tell (CPU), or a shared budget does.
@@ -59,13 +61,14 @@ class Decisions:
         refuser: Refuser,
         trials: Trials,
         attachment: Attachment,
+        inlets: Inlets,
         agreement: Agreement | None,
         tenancy: Tenancy | None,
         others: Others | None,
     ) -> None:
         self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
         self._update, self._refuser, self._trials = update, refuser, trials
-        self.agreement, self._tenancy = agreement, tenancy
+        self._inlets, self.agreement, self._tenancy = inlets, agreement, tenancy
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
@@ -98,12 +101,12 @@ class Decisions:
             raise error
 
     def decide(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
-        """The step of a batch, see `Engine.begin_step`."""
+        """The step of a batch, see `Engine.begin_step`; undecided where its size shows only later."""
         began = time.perf_counter()
         advisor, ledger = self._advisor, self._ledger
         if self._sharded and not accumulates:
             reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
-        size = advisor.tracker.observe(batch)
+        size = self._inlets.size_of(batch)
         ledger.count_gradients()
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
@@ -116,11 +119,44 @@ class Decisions:
         lasting = ledger.lasting_bytes() + data + reckoned
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        step = Step(
+            size or UNSIZED,
+            batch_idx,
+            epoch,
+            Advice(None, None, False),
+            resident,
+            data,
+            others,
+            {},
+            time.perf_counter() - began,
+            accumulates,
+            partial(resident_tensors, self._model, batch),
+            unfilled_bytes=ledger.unfilled_bytes(),
+            undecided=size is None,
+            spare_bytes=reckoned - others,
+        )
+        if size is not None:
+            self.settle(step, size)
+        return step
+
+    def settle(self, step: Step, size: BatchSize | None) -> None:
+        """Decide about a step whose size is known by now; None: it runs sheltered, for it cannot be.
+
+        Raises:
+            BudgetInfeasibleError: No plan keeps it inside the budget.
+        """
+        if size is None:
+            step.actions = self._advisor.shelter
+            self._session.unproven.clear()
+            return
+        began = time.perf_counter()
+        resident, data = step.resident, step.batch_bytes
+        step.size, step.undecided = size, False
         if self._session.news:
             self._trials.limit_menu()
         if self._tenancy is not None:
             self._tenancy.allow(size, resident)
-        advice, error = advisor.advise(size, resident, data), None
+        advice, error = self._advisor.advise(size, resident, data), None
         if advice.infeasible:
             try:
                 self._refuser.by_prediction(size, resident)
@@ -134,28 +170,16 @@ class Decisions:
         elif self._session.unproven and not self._may_prove(size, resident, advice):
             advice = Advice(None, None, False)
         if advice.plan is None:
-            actions = advisor.shelter
+            actions = self._advisor.shelter
             self._session.unproven.clear()
         elif actions is None:
-            actions = advisor.actions_of(advice.plan)
-        if reckoned > others:
+            actions = self._advisor.actions_of(advice.plan)
+        if step.spare_bytes:
             if advice.predicted_peak_bytes is not None:
-                advice = advice._replace(predicted_peak_bytes=advice.predicted_peak_bytes - (reckoned - others))
-            resident = resident.without(reckoned - others)
-        return Step(
-            size,
-            batch_idx,
-            epoch,
-            advice,
-            resident,
-            data,
-            others,
-            actions,
-            time.perf_counter() - began,
-            accumulates,
-            partial(resident_tensors, self._model, batch),
-            unfilled_bytes=ledger.unfilled_bytes(),
-        )
+                advice = advice._replace(predicted_peak_bytes=advice.predicted_peak_bytes - step.spare_bytes)
+            step.resident = resident.without(step.spare_bytes)
+        step.advice, step.actions = advice, actions
+        step.planning_seconds += time.perf_counter() - began
 
     def _may_prove(self, size: BatchSize, resident: Resident, advice: Advice) -> bool:
         """Whether units that act for the first time may be proven beside a step; if not, a sheltered one does that."""

@@ -20,10 +20,13 @@ from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES
+from lightning_mimose.sizes import BatchSize
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
+VAIN_STEPS, MOST_DIMENSIONS = 20, 5
+"""Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can."""
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
@@ -52,12 +55,19 @@ class Lessons:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
         self._warned = self._unreached = self._told_apart = False
-        self._unmeasured = self._learnt = 0
+        self._unmeasured = self._learnt = self._level = 0
 
     @property
     def verified(self) -> int:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
+
+    def in_vain(self, size: BatchSize) -> bool:
+        """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
+        if self._learnt < VAIN_STEPS:
+            return False
+        varying = len(self._advisor.independent_dims(size))
+        return varying > MOST_DIMENSIONS or (varying > 2 and self._learnt >= SHELTERED_STEPS)
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
@@ -88,7 +98,8 @@ class Lessons:
         if not step.sheltered:
             self._compare(step, peak)
             return
-        self._observe(step, trace)
+        if step.learns:
+            self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
             how = "with every unit recomputed"
             self._refuser.refuse(step.size, step.resident, peak, with_reserve(peak), how)
@@ -159,7 +170,8 @@ class Lessons:
         if plan is not None and predicted is not None and exact and clean:
             # The prediction covers the whole step, of which the update is still to come.
             whole = max(peak, step.resident.update_bytes)
-            advisor.verify(step.size, step.resident, plan, predicted, whole, anew=step.inputs_taught)
+            if not step.by_the_way or whole > predicted:
+                advisor.verify(step.size, step.resident, plan, predicted, whole, anew=step.inputs_taught)
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             advisor.bounds.refute()
         elif plan is not None and predicted is None and budget < peak:
@@ -185,7 +197,8 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
-        self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
+        if not step.undecided:
+            self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             if not self._told_apart:
                 self._told_apart = True
@@ -203,6 +216,8 @@ class Lessons:
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
+            if self._advisor.tracker.level != self._level:
+                self._level, self._learnt = self._advisor.tracker.level, 0
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
                 self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))

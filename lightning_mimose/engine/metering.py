@@ -21,6 +21,8 @@ VERIFIED_STEPS = 3
 MEASURE_EVERY = 50
 MEASURE_BOUNDED_EVERY = 10
 """The same for steps of which only a bound is known."""
+LEARNING_STEPS = 8
+"""Steps without a size that are recorded as if they were to be sheltered, since the last one that was."""
 WATCHED_STEPS = 20
 """Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
 
@@ -46,22 +48,37 @@ class Metering:
         self._profile = profile
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
+        self._due = LEARNING_STEPS
 
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
         self._bounded += step.advice.bounded
-        step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
+        step.learns = step.sheltered and (self._due > 0 or not step.undecided)
+        if step.undecided:
+            step.is_measured = step.learns or self._is_free or self._measures_now()
+        else:
+            step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
+
+    def decided(self, step: Step) -> None:
+        """A step that has begun without a size has one: what is decided about it is known."""
+        if step.sheltered:
+            self._due = LEARNING_STEPS
+            return
+        self._due = max(0, self._due - 1)
+        step.by_the_way = step.learns and not (self._is_free or self._measures_planned(step))
+        step.learns = False
+        self._follow_inputs(step)
 
     def _give_recorder(self, step: Step) -> None:
-        if self._is_free and not step.sheltered:
+        if self._is_free and not step.learns:
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
             return
         step.gradients = GradientLedger(
-            self._ledger.parameters(), follow=step.sheltered, anytime=not step.resident.zeroes_gradients
+            self._ledger.parameters(), follow=step.learns, anytime=not step.resident.zeroes_gradients
         )
         if step.retried and step.accumulates:  # what the failed attempt had added to was put aside
             step.gradients.aside_bytes = max(0, step.resident.old_gradient_bytes - step.gradients()[0])
-        known = step.known() if step.sheltered else ()
+        known = step.known() if step.learns else ()
         # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
         stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
         step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile, gradients_stay=stay)
@@ -74,6 +91,9 @@ class Metering:
             return self._bounded % MEASURE_BOUNDED_EVERY == 0 or self._bounded <= VERIFIED_STEPS
         if step.advice.predicted_peak_bytes is None or step.advice.to_be_proven:
             return True  # a plan for a size that is not trusted yet, or not for all that it does
+        return self._measures_now()
+
+    def _measures_now(self) -> bool:
         return self.planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS
 
     def begin_forward(self, step: Step) -> None:
@@ -91,9 +111,13 @@ class Metering:
                 step.began_bytes = step.recorder.lasting_bytes
             elif self._is_free:
                 step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)
-            if step.sheltered and isinstance(step.recorder, StepRecorder):
+            if step.learns and isinstance(step.recorder, StepRecorder):
                 self._session.record(step.recorder)
-        if not step.sheltered and (self.planned < WATCHED_STEPS or self._watches(step)):
+        if not step.sheltered:
+            self._follow_inputs(step)
+
+    def _follow_inputs(self, step: Step) -> None:
+        if self.planned < WATCHED_STEPS or self._watches(step):
             self._session.follow_inputs(InputWatch(step.known()))
 
     def _without_gradients(self, step: Step, there_bytes: int) -> int:
@@ -115,11 +139,11 @@ class Metering:
             step.recorder.look()
         if step.gradients is not None and isinstance(step.recorder, StepRecorder) and step.measuring:
             step.gradients.begin_backward()
-            step.recorder.begin_backward(loss if step.sheltered and not step.updating else None)
+            step.recorder.begin_backward(loss if step.learns and not step.updating else None)
 
     def end_backward(self, step: Step) -> None:
         """A backward pass is done; a sheltered step learns who still holds what."""
-        if step.sheltered and isinstance(step.recorder, StepRecorder) and not step.updating:
+        if step.learns and isinstance(step.recorder, StepRecorder) and not step.updating:
             step.recorder.end_backward()
 
     def begin_update(self, step: Step) -> None:

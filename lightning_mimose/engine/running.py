@@ -14,6 +14,7 @@ from lightning_mimose.budget import DeviceMemory
 from lightning_mimose.dims import dims_text
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.decisions import Decisions
+from lightning_mimose.engine.inlets import Inlets
 from lightning_mimose.engine.lessons import Lessons
 from lightning_mimose.engine.metering import Metering
 from lightning_mimose.engine.refusal import device_memory_error
@@ -22,9 +23,11 @@ from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import DeviceMemoryError
 from lightning_mimose.measure import counters
+from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.sizes import BatchSize
 
 
 class Running:
@@ -37,9 +40,10 @@ class Running:
         session: What the units consult.
         ledger: What is resident.
         update: What updates need.
-        decisions: Knows whether several ranks come to one plan.
+        decisions: Decides about it, and knows whether several ranks come to one plan.
         attachment: Tells plans what is never recomputed.
         trials: Names the units that are tried.
+        inlets: Reads its size, where that shows only when the model is called.
         lessons: Learns from what it called.
         metering: Measures it.
         tenancy: The part of a shared budget, if it is one.
@@ -59,6 +63,7 @@ class Running:
         decisions: Decisions,
         attachment: Attachment,
         trials: Trials,
+        inlets: Inlets,
         lessons: Lessons,
         metering: Metering,
         tenancy: Tenancy | None,
@@ -67,7 +72,7 @@ class Running:
         self._advisor, self._session = advisor, session
         self._ledger, self._update = ledger, update
         self._decisions, self._attachment, self._trials = decisions, attachment, trials
-        self._lessons, self._metering, self._tenancy = lessons, metering, tenancy
+        self._inlets, self._lessons, self._metering, self._tenancy = inlets, lessons, metering, tenancy
         self.step: Step | None = None
 
     @property
@@ -82,7 +87,7 @@ class Running:
     @property
     def learning(self) -> bool:
         """Whether the step that is running is one of those in which things are learnt."""
-        return self.step is not None and (self.step.sheltered or self._session.learning_steps > 0)
+        return self.step is not None and (self.step.learns or self._session.learning_steps > 0)
 
     @property
     def gradients(self) -> Literal["freed", "zeroed", "kept"]:
@@ -102,15 +107,63 @@ class Running:
 
     def arm(self, step: Step) -> None:
         """Put the plan of a step in force: it is the one that is running."""
-        advisor, session, self.step = self._advisor, self._session, step
+        self.step = step
+        self._inlets.close()
         self._metering.arm(step)
+        if step.undecided:
+            self._session.arm({}, None)
+            self._inlets.wait(self)
+        else:
+            self._put_in_force(step)
+
+    def _put_in_force(self, step: Step, recorder: StepRecorder | None = None) -> None:
+        advisor, session = self._advisor, self._session
         strangers: frozenset[str] = frozenset()
         if step.advice.plan is not None and self._decisions.agreement is None:  # a rank recomputes nothing alone
             strangers = advisor.strangers_to(step.advice.plan)
-        session.arm(step.actions, None, strangers)
+        session.arm(step.actions, recorder, strangers)
         handing = advisor.estimator.observed.handing
         session.hand_on(advisor.handed_on, handing.takers, handing.places)
+        if step.undecided:
+            return
         self._trials.arm(step)
+        if not step.retried:
+            self._inlets.watch(self, step.size)
+
+    def decide(self, size: BatchSize | None) -> None:
+        """The size of the step that is running is known, and no unit has run yet; None: it cannot be known."""
+        step = self.step
+        assert step is not None
+        self._decisions.settle(step, size)
+        recorder = step.recorder if step.learns and step.sheltered and step.measuring else None
+        self._put_in_force(step, recorder if isinstance(recorder, StepRecorder) else None)
+        self._metering.decided(step)
+
+    def shelter(self) -> None:
+        """The size of the step that is running has told something else than the model is given; no unit has run yet."""
+        step, session = self.step, self._session
+        if step is None or step.sheltered:  # nothing is learnt from it, for all is forgotten
+            return
+        step.advice, step.actions = Advice(None, None, False), dict(self._advisor.shelter)
+        session.arm(step.actions, None)
+        session.tries, session.split_tries = set(), set()  # what has room beside the step is not known
+
+    def shelter_rest(self) -> None:
+        """The same, of the units that are still to run."""
+        step = self.step
+        if step is not None and not step.sheltered:
+            step.advice = Advice(None, None, False)
+            self._session.act_from_now(dict(self._advisor.shelter))
+
+    def resize(self, size: BatchSize) -> None:
+        """The forward of the step that is running is over, and this was its size."""
+        step = self.step
+        if step is not None and size != step.size:
+            advice, step.undecided = step.advice, False
+            if advice.plan is not None and advice.predicted_peak_bytes is not None:
+                peak = self._advisor.peak_under(advice.plan, size, step.resident)
+                step.advice = advice._replace(predicted_peak_bytes=peak)
+            step.size = size
 
     def disarm(self, step: Step, *, ran: bool = True) -> None:
         """Take the plan out of force: the step is over.
@@ -120,6 +173,7 @@ class Running:
             ran: Whether it ran, and no other one begins in its place.
         """
         self._metering.close(step)
+        self._inlets.close()
         session, self.step = self._session, None
         armed = session.armed
         session.disarm(ran=ran)
@@ -147,7 +201,7 @@ class Running:
             Whether it may; not if it ran under the most saving plan already.
         """
         step, advisor, session = self.step, self._advisor, self._session
-        if step is None:
+        if step is None or step.undecided:
             return False
         before = {unit: action for unit, action in session.actions.items() if unit not in session.met}
         if session.met:
@@ -184,5 +238,7 @@ class Running:
         """
         step, advisor = self.step, self._advisor
         resident = step.resident.total_bytes if step is not None else self._ledger.lasting_bytes()
-        holds = advisor.holds(step.size, step.resident, self._session.actions) if step is not None else None
+        holds = None
+        if step is not None and not step.undecided:
+            holds = advisor.holds(step.size, step.resident, self._session.actions)
         return device_memory_error(advisor.budget_bytes, self._memory.description, resident, holds, error, hint)

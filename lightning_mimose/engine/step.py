@@ -45,6 +45,10 @@ class Step:
         in_backward: Whether backward has begun.
         unfilled_bytes: Part of what counts as resident that is only reserved.
         evaluated_again: Whether the loss was evaluated again inside the update.
+        undecided: Whether its size shows only when the model is called: nothing is planned before.
+        learns: Whether what its units do is recorded, to learn from.
+        by_the_way: Whether it is planned, and measured only because it might have been sheltered.
+        spare_bytes: Part of what counts as resident for as long as it is planned: others on the device may take it.
     """
 
     size: BatchSize
@@ -71,6 +75,10 @@ class Step:
     in_backward: bool = False
     unfilled_bytes: int = 0
     evaluated_again: bool = False
+    undecided: bool = False
+    learns: bool = False
+    by_the_way: bool = False
+    spare_bytes: int = 0
 
     @property
     def sheltered(self) -> bool:

@@ -223,11 +223,27 @@ def test_a_bound_that_was_broken_is_believed_no_more() -> None:
     model = nn.ModuleList([Swelling()])
     batches = [torch.ones(64, 32) for _ in range(PATIENCE_STEPS + 4)]
     batches[PATIENCE_STEPS + 1] = torch.full((64, 32), 40.0)
-    with Mimose(model, budget="1GB", loss_fn=lambda module, x: module[0](x), units=["0.blocks.*"]) as mimose:
+    with Mimose(
+        model, budget="1GB", loss_fn=lambda module, x: module[0](x), units=["0.blocks.*"], size_fn=len
+    ) as mimose:
         for batch in batches:
             mimose.step(batch)
         sheltered = [record.sheltered for record in mimose.records]
     assert sheltered == [*PATIENCE_STEPS * [True], False, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:A step ran backward twice")
+def test_a_bound_is_not_believed_of_another_input() -> None:
+    """Where no `size_fn` says what decides, such a batch is seen when the first block is given more than ever."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Swelling()])
+    batches = [torch.ones(64, 32) for _ in range(PATIENCE_STEPS + 2)]
+    batches[-1] = torch.full((64, 32), 40.0)
+    with Mimose(model, budget="1GB", loss_fn=lambda module, x: module[0](x), units=["0.blocks.*"]) as mimose:
+        for batch in batches:
+            mimose.step(batch)
+        sheltered = [record.sheltered for record in mimose.records]
+    assert sheltered == [*PATIENCE_STEPS * [True], False, True]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

@@ -1,0 +1,76 @@
+"""What a module is called with, by name: as far as sizes are read off it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mimose.dims import Leaf, leaves_of
+from lightning_mimose.errors import SizeError
+
+
+def names_of(module: nn.Module) -> Sequence[str]:
+    """What a module calls its arguments by position.
+
+    Example:
+        >>> names_of(nn.Linear(2, 2))
+        ['input']
+    """
+    try:
+        parameters = inspect.signature(type(module).forward).parameters.values()
+    except (TypeError, ValueError):  # it is no Python function
+        return []
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+
+
+def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name; those by position that have none, by their number.
+
+    Example:
+        >>> named(["ids"], (1, 2), {"mask": 3})
+        {'ids': 1, '1': 2, 'mask': 3}
+    """
+    return {(names[i] if i < len(names) else str(i)): each for i, each in enumerate(args)} | dict(kwargs)
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors in it."""
+    try:
+        return bool(leaves_of(value))
+    except SizeError:
+        return False
+
+
+def leaves_in(given: Mapping[str, Any]) -> list[Leaf]:
+    """The tensors among arguments: none, where none of them has dimensions.
+
+    Example:
+        >>> import torch
+        >>> leaves_in({"ids": torch.zeros(2, 3), "scale": torch.tensor(1.0), "name": "a"})
+        [('ids', torch.Size([2, 3])), ('scale', torch.Size([]))]
+    """
+    try:
+        leaves = leaves_of(given)
+    except SizeError:
+        return []
+    return leaves if any(shape for _, shape in leaves) else []
+
+
+def has_lists(given: Mapping[str, Any]) -> bool:
+    """Whether there are lists or tuples of tensors, mostly of as many shapes as there are samples.
+
+    Example:
+        >>> import torch
+        >>> has_lists({"images": [torch.zeros(2)]}), has_lists({"images": torch.zeros(2), "names": ["a", "b"]})
+        (True, False)
+    """
+    return any(isinstance(value, (list, tuple)) and has_tensors(value) for value in given.values())
+
+
+def first_shape(values: Iterable[Any]) -> tuple[int, ...] | None:
+    """The shape of the first tensor; None where there is none, or a nested one."""
+    first = next((each for each in values if isinstance(each, Tensor)), None)
+    return None if first is None or first.is_nested else tuple(first.shape)

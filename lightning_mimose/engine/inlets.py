@@ -1,0 +1,284 @@
+"""Where a step's size is read: in its batch, or where the model is given what the step has made of it.
+
+Many steps make their inputs themselves: they tokenise texts, resize and pad images, draw a resolution, cut off what
+is padding. The batch then tells nothing, or too little; what memory depends on is known when the model is called.
+Sizes are read in the batch (level 0) until one of these is seen:
+
+- There is no tensor in the first batch.
+- Batches of one size came to the first unit in tensors of different shapes. Such a step runs sheltered at once, for
+  no unit has run yet, and from the next one on sizes are read one level further inside.
+- After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
+
+Level n is the nth call, from outside, of a module that holds units: level 1 is mostly the whole model's. Calls with
+lists of tensors do not count, for these are mostly made into one tensor further inside. The first unit's own call is
+the last level.
+
+A step may call the model several times, on inputs of sizes that do not follow from the first (`entries`): then they are
+part of the size, and where a step is planned what is still to come is taken to be as large as it ever was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_mimose.actions.patch import is_patched, patch, unpatch
+from lightning_mimose.actions.session import Session
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.dims import Leaf
+from lightning_mimose.engine.arguments import first_shape, has_lists, has_tensors, leaves_in, named, names_of
+from lightning_mimose.errors import SizeError
+from lightning_mimose.sizes import BatchSize
+from lightning_mimose.units import Unit, is_compiled
+
+KNOWN_INPUTS = 2048
+"""Sizes of which it is remembered what the first unit was given."""
+
+
+class Sized(Protocol):
+    """The step that is running, as far as its size goes."""
+
+    def decide(self, size: BatchSize | None) -> None:
+        """Its size is known, and no unit has run yet; None: it cannot be known."""
+
+    def shelter(self) -> None:
+        """Its size has told something else than the model is given; no unit has run yet."""
+
+    def shelter_rest(self) -> None:
+        """The same, of the units that are still to run."""
+
+    def resize(self, size: BatchSize) -> None:
+        """Its forward is over, and this was its size."""
+
+
+class Inlets:
+    """Reads the sizes of a model's steps.
+
+    Args:
+        model: The model.
+        units: What can be planned in it.
+        advisor: Has the tracker of sizes; what it learnt by other sizes is forgotten.
+        session: Tells when the first unit is called.
+        fixed: Whether sizes are read in the batch whatever they tell: a `size_fn` says what decides, or others (ranks,
+            jobs) have to know a step's plan before it begins.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], advisor: Advisor, session: Session, *, fixed: bool
+    ) -> None:
+        self._advisor, self._tracker, self._session, self._fixed = advisor, advisor.tracker, session, fixed
+        self._model = type(model).__name__
+        self._modules = {unit.name: unit.module for unit in units}
+        around = {".".join(unit.split(".")[:depth]) for unit in self._modules for depth in range(unit.count(".") + 1)}
+        self._gates = {name: model.get_submodule(name) for name in sorted(around - self._modules.keys())}
+        self._patched: list[nn.Module] = []
+        self._known: dict[int, int] = {}
+        self._next: tuple[int, bool] | None = None
+        """Level and whether sizes have several entries, from the next step on."""
+        self._step: Sized | None = None
+        self._waits = self._at_unit = self._called = self._blind = False
+        self._entered: dict[tuple[int, str], _Entered] = {}
+        self._passed = 0
+        self._size: BatchSize | None = None
+        self._entries: list[list[Leaf]] = []
+        self.outside = False
+        """Whether calls of modules around units count, for they are not inside one that did."""
+
+    # --- between steps ----------------------------------------------------------------------------------------
+
+    def size_of(self, batch: Any) -> BatchSize | None:
+        """The size of a batch; None where it will be read later in its step.
+
+        Raises:
+            SizeError: It cannot be read, now or later.
+        """
+        if self._next is not None:
+            self._read_at(*self._next)
+        if not self._tracker.level:
+            try:
+                return self._tracker.observe(batch)
+            except SizeError:
+                if self._fixed or self._tracker.names or has_tensors(batch):
+                    raise
+            self._read_at(1, entries=False)
+            self._advisor.announce(
+                f"mimose: there is no tensor in this batch, a {type(batch).__name__}: sizes are read where the model "
+                "is called"
+            )
+        self._blind = not has_tensors(batch)
+        if not self._patched:
+            for name, gate in self._gates.items():
+                if not (is_compiled(gate) or is_patched(gate)):  # one module may have several names
+                    patch(gate, partial(self._gate, name, names_of(gate)), _Outside(self))
+                    self._patched.append(gate)
+        return None
+
+    def rise(self, why: str) -> None:
+        """Read sizes further inside from the next step on, if that is possible."""
+        if self._fixed or self._next or (self._tracker.level and self._at_unit):
+            return
+        self._next = self._tracker.level + 1, False
+        self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
+
+    def _read_at(self, level: int, entries: bool) -> None:
+        self._next = None
+        self._known.clear()
+        self._entered.clear()
+        self._tracker.restart(level, entries)
+        self._advisor.forget()
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self.close()
+        while self._patched:
+            unpatch(self._patched.pop())
+
+    # --- in a step --------------------------------------------------------------------------------------------
+
+    def wait(self, step: Sized) -> None:
+        """A step begins without a size, which it is told before any unit that is given a tensor has run."""
+        self._step, self._waits, self.outside = step, True, True
+        self._passed, self._called, self._at_unit, self._size = 0, False, False, None
+        self._entries.clear()
+        self._session.await_first(self._unit_is_called)
+
+    def watch(self, step: Sized, size: BatchSize) -> None:
+        """A step has a size: see that the first unit is given what it was given at such sizes before."""
+        if not (self._fixed or self._next or (self._tracker.level and self._at_unit)):
+            self._session.await_first(partial(self._compare, step, size))
+
+    def end_forward(self) -> None:
+        """The forward is over.
+
+        Raises:
+            SizeError: There was a tensor neither in the batch nor in what the model was called with.
+        """
+        step, waits = self._step, self._waits
+        entries = [*self._entries]
+        self.close()
+        if waits and (self._called or self._blind):
+            raise SizeError(
+                f"There is no tensor in this batch, nor in what the blocks of {self._model} are called with, so its "
+                "size cannot be read. Pass size_fn, a function from the batch to an int or to a mapping of names to "
+                "ints such as {'tokens': 512}."
+            )
+        if step is not None and self._tracker.entries and entries and self._next is None:
+            step.resize(self._tracker.observe_leaves(_together(entries)))
+
+    def close(self) -> None:
+        """The step is over."""
+        self._step, self._waits, self.outside = None, False, False
+        self._entries.clear()
+
+    def _gate(self, name: str, names: Sequence[str], original: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = named(names, args, kwargs) if self.outside else {}
+            leaves = [] if has_lists(given) else leaves_in(given)
+            if not leaves:
+                return original(*args, **kwargs)
+            if not self._waits:
+                self._enter(name, leaves)
+            else:
+                self._passed += 1
+                if self._passed < self._tracker.level:
+                    return original(*args, **kwargs)
+                self._settle(leaves)
+            self.outside = False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.outside = self._step is not None
+
+        return handler
+
+    def _unit_is_called(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module = self._modules[unit]
+        given = named(names_of(module), args, kwargs)
+        self._called = True
+        # One without parameters that is given lists makes the model's inputs of them.
+        leaves = leaves_in(given)
+        if leaves and not (has_lists(given) and next(module.parameters(), None) is None):
+            self._at_unit, self.outside = True, False
+            self._settle(leaves)
+        else:
+            self._session.await_first(self._unit_is_called)
+
+    def _settle(self, leaves: list[Leaf]) -> None:
+        step, tracker, self._waits = self._step, self._tracker, False
+        assert step is not None
+        if tracker.entries:
+            self._size = tracker.complete(leaves, self._advisor.estimator.completed)
+        else:
+            self._size = tracker.observe_leaves(leaves)
+        self._entries.append(leaves)
+        step.decide(self._size)
+
+    def _enter(self, name: str, leaves: list[Leaf]) -> None:
+        """The model is called once more in a step that was decided by what it was called with before."""
+        step, size, self._entries = self._step, self._size, [*self._entries, leaves]
+        if step is None or size is None or self._next:
+            return
+        if self._tracker.entries:
+            if not self._tracker.holds(_together(self._entries), size):
+                step.shelter_rest()
+            return
+        shape = leaves[0][1]
+        at = self._entered.setdefault((len(self._entries), name), _Entered(shape))
+        at.varies |= shape != at.first
+        at.differs |= shape != self._entries[0][0][1]
+        if at.varies and at.differs:
+            self._next = self._tracker.level, True
+            self._advisor.announce(
+                "mimose: the model is called several times in a step, on inputs whose sizes do not follow from the "
+                "first: all of them are read from now on"
+            )
+            step.shelter_rest()
+
+    def _compare(self, step: Sized, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first tensor only: masks come and go with their contents, and stand behind what they mask.
+        shape = first_shape([*args, *kwargs.values()])
+        if shape is None:
+            self._session.await_first(partial(self._compare, step, size))
+        elif not self._is_known(size, unit, shape):
+            self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
+            step.shelter()
+
+    def _is_known(self, size: BatchSize, where: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape was given there at such sizes before, or nothing yet."""
+        if len(self._known) >= KNOWN_INPUTS:
+            self._known.clear()
+        found = hash(shape)
+        return self._known.setdefault(hash((size.dims, size.layout, where)), found) == found
+
+
+@dataclass
+class _Entered:
+    """What a further call of the model was given so far: the shape at first, and what became of it."""
+
+    first: tuple[int, ...]
+    varies: bool = False
+    differs: bool = False
+    """From what the first call was given."""
+
+
+class _Outside:
+    """Lets calls of modules around units go by as if they were not patched, but where they count."""
+
+    stops = None
+
+    def __init__(self, inlets: Inlets) -> None:
+        self._inlets = inlets
+
+    @property
+    def armed(self) -> bool:
+        return self._inlets.outside
+
+
+def _together(entries: Sequence[Sequence[Leaf]]) -> list[Leaf]:
+    """What a model was given in all its calls: further ones by their number."""
+    later = [(f"{number}.{path}", shape) for number, entry in enumerate(entries[1:], 2) for path, shape in entry]
+    return [*entries[0], *later]

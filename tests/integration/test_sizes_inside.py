@@ -1,0 +1,477 @@
+"""Steps that make their inputs themselves: their sizes are read where the model is called."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_mimose import Mimose, MimoseCallback, SharedBudget
+from lightning_mimose.errors import BudgetInfeasibleError, SizeError
+from tests.helpers.allocator import play
+from tests.helpers.fits import condition, same
+from tests.helpers.meter import MeterCallback, PeakMeter
+from tests.helpers.models import Block, Task, TinyText, TinyVision, loader, quiet_trainer
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+STEPS = 30
+
+
+# --- steps ----------------------------------------------------------------------------------------------------
+
+
+def texts(chance: random.Random, count: int = 4) -> list[str]:
+    """Words of many lengths."""
+    return ["ab" * chance.randint(4, 48) for _ in range(count)]
+
+
+def tokens(batch: list[str]) -> torch.Tensor:
+    """One number for every letter, padded to the longest."""
+    longest = max(map(len, batch))
+    return torch.tensor([[1 + ord(letter) % 60 for letter in text] + [0] * (longest - len(text)) for text in batch])
+
+
+def classified(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Texts and labels in a dictionary."""
+    loss: torch.Tensor = model(tokens(batch["texts"]), torch.as_tensor(batch["labels"])).loss
+    return loss
+
+
+def samples(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A list of samples, as a loader gives that collates nothing."""
+    return classified(model, {"texts": [text for text, _ in batch], "labels": [label for _, label in batch]})
+
+
+class Encoder(TinyText):
+    """Gives embeddings of texts."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Of batch x tokens, batch x hidden."""
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1)
+
+
+class Towers(nn.Module):
+    """One encoder for questions, and one for answers, or for both."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.questions = Encoder()
+        self.answers = self.questions if shared else Encoder()
+
+
+def contrasted(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Two texts, whose lengths have nothing to do with each other."""
+    questions = model.questions(tokens(batch["questions"]))  # type: ignore[operator]
+    answers = model.answers(tokens(batch["answers"]))  # type: ignore[operator]
+    return functional.cross_entropy(questions @ answers.T, torch.arange(len(questions)))
+
+
+def resized(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Images of one size, brought to another that only the step knows."""
+    side = int(batch["side"])
+    loss: torch.Tensor = model(functional.interpolate(batch["images"], (side, side)), batch["labels"]).loss
+    return loss
+
+
+class Resizing(TinyVision):
+    """Does so within its forward; its stages are called one by one."""
+
+    def forward(self, images: torch.Tensor, side: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:  # type: ignore[override]
+        """The loss of one batch."""
+        x = self.stem(functional.interpolate(images, (int(side), int(side))))
+        for stage in self.stages:
+            x = stage(x)
+        return SimpleNamespace(loss=functional.cross_entropy(self.head(x.mean((2, 3))), labels))
+
+
+class Padding(nn.Module):
+    """Makes one tensor of a list of images, as detectors do; has no parameters."""
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Each of channels x height x width."""
+        height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+        padded = [functional.pad(each, (0, width - each.shape[2], 0, height - each.shape[1])) for each in images]
+        return torch.stack(padded)
+
+
+class Detector(nn.Module):
+    """Takes images of any sizes in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform, self.backbone = Padding(), Backbone()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: list[torch.Tensor], labels: torch.Tensor) -> SimpleNamespace:
+        """The loss of one batch."""
+        x = self.backbone(self.transform(images))
+        return SimpleNamespace(loss=functional.cross_entropy(self.head(x), labels))
+
+
+class Backbone(TinyVision):
+    """Features of images."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Of batch x channels x height x width, batch x features."""
+        x: torch.Tensor = self.stages(self.stem(pixels)).mean((2, 3))
+        return x
+
+
+def labels_of(chance: random.Random, count: int = 4) -> list[int]:
+    return [chance.randrange(2) for _ in range(count)]
+
+
+def squares(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """Images that are all of one size; the side they are brought to is one of four, large ones first and last."""
+    generator = torch.Generator().manual_seed(number)
+    side = 48 if number in (0, STEPS - 1) else chance.choice((16, 24, 32, 48))
+    images = torch.randn(4, 3, 32, 32, generator=generator)
+    return {"images": images, "side": torch.tensor(side), "labels": torch.tensor(labels_of(chance))}
+
+
+def growing(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """The same, small ones until all is learnt."""
+    return squares(chance, number) | {"side": torch.tensor(24 if number < STEPS // 2 else 48)}
+
+
+def lists(chance: random.Random, number: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Images each of its own size."""
+    generator = torch.Generator().manual_seed(number)
+    sides = [(chance.randrange(16, 49, 8), chance.randrange(16, 49, 8)) for _ in range(4)]
+    images = [torch.randn(3, height, width, generator=generator) for height, width in sides]
+    return images, torch.tensor(labels_of(chance))
+
+
+class Case(NamedTuple):
+    """A training.
+
+    Attributes:
+        make: Its model.
+        batch: Its nth batch.
+        loss: Its loss.
+        planned: How many of its steps have to be planned at least.
+        steps: How many there are.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[random.Random, int], Any]
+    loss: Loss
+    planned: int
+    steps: int = STEPS
+
+
+def question_and_answer(chance: random.Random, number: int) -> dict[str, list[str]]:
+    """Two texts for every sample."""
+    return {"questions": texts(chance), "answers": texts(chance)}
+
+
+CASES = {
+    "texts": Case(TinyText, lambda c, n: {"texts": texts(c), "labels": labels_of(c)}, classified, 20),
+    "texts beside tensors": Case(
+        TinyText, lambda c, n: {"texts": texts(c), "labels": torch.tensor(labels_of(c))}, classified, 18
+    ),
+    "samples": Case(TinyText, lambda c, n: list(zip(texts(c), labels_of(c), strict=True)), samples, 20),
+    "two texts, one model": Case(lambda: Towers(shared=True), question_and_answer, contrasted, 12),
+    "two texts, two models": Case(lambda: Towers(shared=False), question_and_answer, contrasted, 12),
+    "resized": Case(TinyVision, squares, resized, 20),
+    "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
+    "growing": Case(TinyVision, growing, resized, 24),
+    "lists of images": Case(Detector, lists, lambda model, batch: model(*batch).loss, 10, 48),
+}
+
+
+class Trained(NamedTuple):
+    """What a training came to."""
+
+    weights: dict[str, torch.Tensor]
+    peaks: list[int]
+    resident_bytes: int
+    records: list[Any]
+
+    def budget(self, share: float) -> int:
+        """The budget at which this share of the activation memory may be used."""
+        return int(self.resident_bytes + share * (max(self.peaks) - self.resident_bytes))
+
+
+def trained(case: Case, budget: int | None = None, **options: Any) -> Trained:
+    """Train, each step on the independent meter."""
+    torch.manual_seed(0)
+    model, chance = case.make(), random.Random(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=case.loss, **options) if budget else None
+    before, peaks, resident = condition(case.make()), [], 0
+    for number in range(case.steps):
+        batch = case.batch(chance, number)
+        with PeakMeter(model, optimizer, batch) as meter:
+            if mimose is not None:
+                mimose.step(batch)
+            else:
+                loss = case.loss(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                del loss
+        peaks.append(meter.peak_bytes)
+        resident = max(resident, meter.resident_bytes)
+    if mimose is not None:
+        mimose.close()
+    assert condition(model) == before
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return Trained(weights, peaks, resident, list(mimose.records) if mimose is not None else [])
+
+
+# --- tests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_hold_and_steps_are_planned(name: str) -> None:
+    """On a meter of its own; predictions within 1 %, results bit for bit."""
+    case = CASES[name]
+    plain = trained(case)
+    budget = plain.budget(0.75)
+    ours = trained(case, budget)
+    assert max(plain.peaks) > budget >= max(ours.peaks)
+    planned = [(r.predicted_peak_bytes, p) for r, p in zip(ours.records, ours.peaks, strict=True) if not r.sheltered]
+    assert len(planned) >= case.planned
+    assert all(predicted == pytest.approx(peak, rel=0.01) for predicted, peak in planned)
+    assert any(record.actions for record in ours.records if not record.sheltered)
+    assert same(plain.weights, ours.weights)
+
+
+def test_what_the_model_is_given_is_named_in_records() -> None:
+    """By the names of its arguments; further calls by their number."""
+    records = trained(CASES["two texts, one model"], 10**9).records
+    assert records[0].size.keys() <= {"batch", "input_ids:1"}
+    assert records[-1].size.keys() == {"batch", "input_ids:1", "2.input_ids:1"}
+
+
+def test_an_input_of_another_shape_is_sheltered_at_once() -> None:
+    """The size of a batch was known and its plan made, when the first block is given more than ever."""
+    case = CASES["growing"]
+    plain = trained(case)
+    ours = trained(case, plain.budget(0.75))
+    first = STEPS // 2
+    assert not ours.records[first - 1].sheltered
+    assert ours.records[first].sheltered
+    assert ours.records[first].size != ours.records[-1].size
+    assert ours.records[-1].size["pixel_values:2"] == 48
+
+
+class TextTask(Task):
+    """Tokenises in its training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        return classified(self.model, batch)
+
+
+def fitted(*callbacks: pl.Callback, **options: Any) -> tuple[pl.Trainer, Task, MeterCallback]:
+    """A fit on texts."""
+    pl.seed_everything(0, verbose=False)
+    task, chance, meter = TextTask(TinyText()), random.Random(0), MeterCallback()
+    data: list[Any] = [{"texts": texts(chance), "labels": labels_of(chance)} for _ in range(24)]
+    trainer = quiet_trainer(meter, *callbacks, **options)
+    trainer.fit(task, loader(data))
+    return trainer, task, meter
+
+
+def test_under_lightning() -> None:
+    """No size_fn, no tensor in any batch; answers about sizes by the names of the model's arguments."""
+    _, task, meter = fitted()
+    resident = max(meter.residents)
+    budget = int(resident + 0.75 * (max(meter.peaks) - resident))
+    callback = MimoseCallback(budget)
+    _, ours, measured = fitted(callback)
+    assert same(task.state_dict(), ours.state_dict())
+    assert max(measured.peaks) <= budget < max(meter.peaks)
+    assert sum(record.sheltered for record in callback.records) <= 6
+    assert callback.plan({"batch": 4, "input_ids:1": 64}).predicted_peak_bytes <= budget
+    with pytest.raises(SizeError, match=r"where the model is called, in \['batch', 'input_ids:1'\]"):
+        callback.plan({"texts": ["abc"], "labels": [1]})
+    assert condition(ours) == condition(task)
+
+
+def test_it_is_in_checkpoints(tmp_path: Any) -> None:
+    """A run that goes on reads sizes where they were read, and plans from its first step."""
+    trainer, _, _ = fitted(MimoseCallback("1GB"))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    callback = MimoseCallback("1GB")
+    torch.manual_seed(0)
+    chance = random.Random(0)
+    data: list[Any] = [{"texts": texts(chance), "labels": labels_of(chance)} for _ in range(2)]
+    quiet_trainer(callback, max_epochs=2).fit(TextTask(TinyText()), loader(data), ckpt_path=tmp_path / "last.ckpt")
+    assert [record.sheltered for record in callback.records] == [False, False]
+
+
+@pytest.mark.parametrize("where", ["texts", "model"])
+def test_out_of_memory_before_and_after_the_size_is_known(where: str) -> None:
+    """After it the step runs again; before it the error says where the memory went."""
+    case, faults = CASES["texts"], [12]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        faults[0] -= 1
+        fails = not faults[0]
+        if where == "texts" and fails:
+            raise torch.OutOfMemoryError("injected")
+        found = classified(model, batch)
+        if fails:
+            raise torch.OutOfMemoryError("injected")
+        return found
+
+    failing = case._replace(loss=loss)
+    if where == "texts":
+        with pytest.raises(torch.OutOfMemoryError, match=r"(?i)out of memory"):
+            trained(failing, 10**9)
+        return
+    ours = trained(failing, 10**9)
+    assert [record.retried for record in ours.records].count(True) == 1
+    assert same(ours.weights, trained(case).weights)
+
+
+@pytest.mark.parametrize("name", ["texts", "two texts, one model", "resized"])
+def test_on_an_accelerator_that_is_played(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is measured there, by counters that cannot be read twice."""
+    case, found = CASES[name], []
+    for plain in (True, False):
+        with play(monkeypatch, fragments=False):
+            torch.manual_seed(0)
+            model, chance = case.make(), random.Random(0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            mimose = None if plain else Mimose(model, budget=10**9, optimizer=optimizer, loss_fn=case.loss)
+            for number in range(case.steps):
+                batch = case.batch(chance, number)
+                if mimose is not None:
+                    mimose.step(batch)
+                else:
+                    loss = case.loss(model, batch)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            if mimose is not None:
+                mimose.close()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert same(*found)
+    assert mimose is not None
+    planned = [record for record in mimose.records if not record.sheltered]
+    assert len(planned) >= case.planned
+    for record in planned:
+        assert record.measured_peak_bytes is not None
+        assert record.predicted_peak_bytes == pytest.approx(record.measured_peak_bytes, rel=0.01)
+
+
+def test_a_batch_that_cannot_be_kept_is_refused_before_its_blocks_run() -> None:
+    """The error comes from within the forward, and the next batch trains."""
+    case, ran = CASES["texts"], []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        found = classified(model, batch)
+        ran.append(max(map(len, batch["texts"])))
+        return found
+
+    torch.manual_seed(0)
+    model, chance = TinyText(), random.Random(0)
+    with Mimose(model, budget=10**9, loss_fn=classified) as mimose:
+        for number in range(8):
+            mimose.step(case.batch(chance, number))
+        budget = mimose.smallest_feasible_bytes({"batch": 4, "input_ids:1": 100})
+    with Mimose(model, budget=budget, loss_fn=loss) as mimose:
+        for number in range(12):
+            mimose.step(case.batch(chance, number))
+        with pytest.raises(BudgetInfeasibleError, match="input_ids:1"):
+            mimose.step({"texts": ["a" * 130] * 4, "labels": [0, 1, 0, 1]})
+        mimose.step(case.batch(chance, 12))
+    assert len(ran) == 13
+    assert not mimose.records[-1].sheltered
+
+
+def test_copies_and_pickles_made_meanwhile_are_plain() -> None:
+    """A copy for averaged weights, a model that is saved whole."""
+    torch.manual_seed(0)
+    model = TinyText()
+    ids, labels = tokens(["abab", "ab"]), torch.tensor([0, 1])
+    with Mimose(model, budget="1GB", loss_fn=classified) as mimose:
+        mimose.step({"texts": ["abab", "ab"], "labels": [0, 1]})
+        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for other in others:
+            assert torch.isfinite(other(ids, labels).loss)
+        assert len(mimose.records) == 1
+
+
+class Words(nn.Module):
+    """A block that takes texts, and leaves no other block anything to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Worded() for _ in range(3))
+
+    def forward(self, batch: list[str]) -> torch.Tensor:
+        """The loss."""
+        return torch.stack([block(batch) for block in self.blocks]).mean()
+
+
+class Worded(nn.Module):
+    """Makes a tensor of texts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, batch: list[str]) -> torch.Tensor:
+        """Of batch x features, their mean."""
+        x: torch.Tensor = self.body(tokens(batch)).mean()
+        return x
+
+
+def test_where_nothing_is_given_a_tensor_the_error_says_so() -> None:
+    """Neither the batch nor what any block is called with."""
+    model = Words()
+    with (
+        Mimose(model, budget="1GB", loss_fn=lambda model, batch: model(batch), units=["blocks.?"]) as mimose,
+        pytest.raises(SizeError, match="nor in what the blocks of Words are called with"),
+    ):
+        mimose.step(["abc", "ab"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_who_has_to_know_the_size_before_is_told() -> None:
+    """Jobs that share a budget plan before the step begins."""
+    shared, model = SharedBudget("1GB"), TinyText()
+    with (
+        Mimose(model, budget=shared, loss_fn=classified) as mimose,
+        pytest.raises(SizeError, match="Pass size_fn"),
+    ):
+        mimose.step({"texts": ["abc"], "labels": [0]})
+
+
+def test_masks_that_come_and_go_are_no_other_input() -> None:
+    """Batches of one size, with padding and without: the first block gets a mask only where there is some."""
+
+    class Masked(TinyText):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            x, mask = self.embed(input_ids), (input_ids == 0) * -1e4
+            for layer in self.layers:
+                x = layer(x, mask if bool(mask.any()) else None)
+            return SimpleNamespace(loss=functional.cross_entropy(self.head(x.mean(1)), labels))
+
+    torch.manual_seed(0)
+    model = Masked()
+    with Mimose(model, budget="1GB") as mimose:
+        for number in range(8):
+            ids = torch.randint(1, 64, (4, 32))
+            ids[:, 30:] = number % 2
+            mimose.step({"input_ids": ids, "labels": torch.tensor([0, 1, 0, 1])})
+        assert "input_ids:1" in mimose.records[-1].size
+        assert mimose._advisor.tracker.level == 0
+    assert isinstance(model.layers[0], Block)
