@@ -4,7 +4,7 @@
     ├── BudgetError              a budget that cannot be parsed, is negative, or exceeds the device
     ├── BudgetInfeasibleError    no plan keeps this batch inside the budget
     ├── UnitsError               unit patterns that match nothing, or a model with nothing to plan
-    ├── SizeError                a batch without tensors, or whose structure changed between batches
+    ├── SizeError                nothing to read a size in, or another structure than that of earlier batches
     ├── LossError                a loss function that returns no loss, in a plain loop
     ├── PlanError                a forced plan that names unknown units, actions, or nested units
     ├── RecomputeError           a unit that cannot be repeated, in a step that cannot be run again
@@ -53,7 +53,7 @@ class UnitsError(MimoseError, ValueError):
 
 
 class SizeError(MimoseError, TypeError):
-    """A batch without tensors, a `size_fn` that returns no sizes, or sizes that changed type between batches."""
+    """Nothing to read a size in, a `size_fn` that returns no sizes, or sizes that changed type between batches."""
 
 
 class LossError(MimoseError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
@@ -40,7 +41,7 @@ class Mimose:
         update_fn: Called in place of `optimizer.step()`, which it is to call: to clip gradients before, to step a
             scaler, or one of several optimizers at a time. They are named all the same.
         units: Patterns or class names of what to plan; None finds it.
-        size_fn: Batch -> int or named dimensions; None reads the batch's tensors.
+        size_fn: Batch -> int or named dimensions; None reads the batch's tensors, or what the model is called with.
         actions: Names of the actions plans may use; None for those that pay.
         planner: "auto", "exact", "greedy" (the paper's), or a callable (timeline, budget_bytes) -> plan.
         on_infeasible: "raise", or "warn" to go on with the most saving plan.
@@ -260,7 +261,7 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         else:
             out = model(batch)
     except TypeError as error:
-        if has_tensors(batch):
+        if has_tensors(batch) or _takes(model, batch):
             raise
         raise SizeError(
             f"There is no tensor in this batch, a {type(batch).__name__}, and {type(model).__name__} cannot be called "
@@ -275,3 +276,14 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "that returns one."
         )
     return loss
+
+
+def _takes(model: nn.Module, batch: Any) -> bool:
+    """Whether a model can be called with a batch, as far as its signature says."""
+    by_name = dict(batch) if isinstance(batch, Mapping) else {}
+    by_position = () if by_name else batch if isinstance(batch, (tuple, list)) else (batch,)
+    try:
+        inspect.signature(model.forward).bind(*by_position, **by_name)
+    except TypeError:
+        return False
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -178,14 +177,7 @@ class SizeTracker:
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
         for index, layout in enumerate(self._layouts):
             if set(batch) <= set(layout.names):
-                values = list(layout.high)
-                place = {name: i for i, name in enumerate(layout.names)}
-                for name, value in batch.items():
-                    for i in next(group for group in layout.groups if place[name] in group):
-                        values[i] = _whole(value)
-                for name, value in batch.items():
-                    values[place[name]] = _whole(value)  # named itself: even if it always was equal to another
-                return BatchSize(tuple(zip(layout.names, values, strict=True)), index)
+                return self._filled(batch, index)
         known = [list(layout.names) for layout in self._layouts]
         raise SizeError(
             f"Sizes were asked for {sorted(batch)}, but the batches so far had {known or 'not been seen'}. Name "
@@ -202,8 +194,9 @@ class SizeTracker:
             fill: Dimensions, and the names of those that are there -> the same with what follows from others.
         """
         for there in (names_of(leaves), names_of(leaves, share=False)):
-            with suppress(SizeError):
-                size = self.look(there)
+            fitting = [i for i, layout in enumerate(self._layouts) if there.keys() <= set(layout.names)]
+            if fitting:  # the longest: what is not there is still to come
+                size = self._filled(there, max(fitting, key=lambda i: len(self._layouts[i].names)))
                 return BatchSize(tuple(fill(dict(size.dims), there).items()), size.layout)
         return None
 
@@ -214,6 +207,17 @@ class SizeTracker:
             all(value <= dims.get(name, -1) for name, value in names_of(leaves, share).items())
             for share in (True, False)
         )
+
+    def _filled(self, part: Mapping[str, Any], index: int) -> BatchSize:
+        layout = self._layouts[index]
+        values = list(layout.high)
+        place = {name: i for i, name in enumerate(layout.names)}
+        for name, value in part.items():
+            for i in next(group for group in layout.groups if place[name] in group):
+                values[i] = _whole(value)
+        for name, value in part.items():
+            values[place[name]] = _whole(value)  # named itself: even if it always was equal to another
+        return BatchSize(tuple(zip(layout.names, values, strict=True)), index)
 
     @property
     def names(self) -> tuple[str, ...]:

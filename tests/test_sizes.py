@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import timeit
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -255,3 +255,42 @@ def test_batches_that_hold_the_same_shapes_in_other_ways_are_told_apart() -> Non
     assert tracker.observe({"a": long, "b": short}) != tracker.observe({"b": long, "a": short})
     assert tracker.observe({"a": long, "n": 1}) == tracker.observe({"a": long})
     assert tracker.observe({"a": long, "more": [short]}) != tracker.observe({"a": long})
+
+
+ONE, TWO = ("ids", (4, 10)), ("2.ids", (4, 30))
+
+
+def test_a_part_is_completed_by_the_largest_there_was() -> None:
+    """And by what follows from what is there; of what was never seen nothing is known."""
+    tracker = SizeTracker()
+    tracker.restart(1, entries=True)
+
+    def nothing(dims: dict[str, int], there: Collection[str]) -> dict[str, int]:
+        return dims
+
+    assert tracker.complete([ONE], nothing) is None
+    for length in (30, 20):
+        tracker.observe_leaves([ONE, ("2.ids", (4, length))])
+    whole = tracker.complete([("ids", (4, 7))], nothing)
+    assert whole is not None
+    assert whole.dims == (("batch", 4), ("ids:1", 7), ("2.ids:1", 30))
+    twice = tracker.complete([("ids", (4, 7))], lambda dims, there: dims | {"2.ids:1": 2 * dims["ids:1"]})
+    assert twice is not None
+    assert dict(twice.dims)["2.ids:1"] == 14
+    assert tracker.holds([("ids", (4, 7)), TWO], whole)
+    assert not tracker.holds([("ids", (4, 7)), TWO], twice)
+    assert not tracker.holds([("ids", (4, 7)), TWO, ("3.ids", (4, 1))], whole)
+
+
+def test_a_restart_forgets_all_but_where_sizes_are_read() -> None:
+    """Of another place they are not comparable; the place is in the state."""
+    tracker, _ = tracked(zeros(5, 2), zeros(4, 2))
+    tracker.restart(2, entries=True)
+    assert (tracker.names, tracker.level, tracker.entries) == ((), 2, True)
+    assert tracker.observe_leaves([ONE, TWO]).layout == 0
+    restored = SizeTracker()
+    restored.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert (restored.names, restored.level, restored.entries) == (tracker.names, 2, True)
+    with pytest.raises(SizeError, match="it shows when the step runs"):
+        restored.look(zeros(4, 2))
+    assert restored.look({"ids:1": 3}).dims == (("batch", 4), ("ids:1", 3), ("2.ids:1", 30))

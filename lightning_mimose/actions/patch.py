@@ -13,6 +13,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -53,20 +54,33 @@ class _Entry(NamedTuple):
 _ORIGINAL = "_mimose_original_forward"
 _handlers: dict[int, _Entry] = {}
 """By identity, which is several times faster than a dictionary of weak keys; an entry dies with its module."""
+_replacements: dict[type[nn.Module], Callable[..., Any]] = {}
+"""By kind of module: what takes the place of its forward."""
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The replacement; its name makes a pickled bound method resolve to the class's own forward."""
-    if torch.compiler.is_compiling():
-        return _own_forward(self, args, kwargs)
-    entry = _handlers.get(id(self))
-    if entry is None:
-        return _own_forward(self, args, kwargs)
-    switch = entry.switch
-    if switch.armed or switch.stops is not None:
-        return entry.handler(args, kwargs)
-    # As `_own_forward`: a step that fits comes here once for every unit.
-    return self.__dict__[_ORIGINAL](*args, **kwargs) if entry.had_own else type(self).forward(self, *args, **kwargs)
+def _replacement(kind: type[nn.Module]) -> Callable[..., Any]:
+    """What takes the place of the forward of modules of a kind; who asks for its signature gets that of their own.
+
+    Its name makes a pickled bound method resolve to the class's own forward.
+    """
+    if kind in _replacements:
+        return _replacements[kind]
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _own_forward(self, args, kwargs)
+        entry = _handlers.get(id(self))
+        if entry is None:
+            return _own_forward(self, args, kwargs)
+        switch = entry.switch
+        if switch.armed or switch.stops is not None:
+            return entry.handler(args, kwargs)
+        # As `_own_forward`: a step that fits comes here once for every unit.
+        return self.__dict__[_ORIGINAL](*args, **kwargs) if entry.had_own else type(self).forward(self, *args, **kwargs)
+
+    forward.__name__ = "forward"
+    return _replacements.setdefault(kind, forward)
 
 
 class _CompiledCall:
@@ -88,14 +102,14 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
         _patch_compiled(module, module._compiled_call_impl, make_handler, switch)
         return
     original = module.__dict__.get("forward")
-    if getattr(original, "__func__", None) is forward:  # a copy of a patched module
+    if getattr(original, "__func__", None) in _replacements.values():  # a copy of a patched module
         original = module.__dict__.get(_ORIGINAL)
     if original is not None:
         module.__dict__[_ORIGINAL] = original
     key = id(module)
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
     _handlers[key] = _Entry(make_handler(_own(alive, original is not None)), switch, original is not None, alive)
-    module.__dict__["forward"] = types.MethodType(forward, module)
+    module.__dict__["forward"] = types.MethodType(_replacement(type(module)), module)
 
 
 def _patch_compiled(

@@ -161,14 +161,21 @@ class Session:
         self.actions, self.armed = self.standing(actions), True
 
     def await_first(self, first: FirstCall) -> None:
-        """Be told of the next call of a unit, once; of a step that is armed already."""
-        self._armed_besides = self.armed and self.first is None
+        """Be told of the next call of a unit with gradients, once, before it runs; units report until then."""
+        if self.first is None:
+            self._armed_besides = self.armed
         self.first, self.armed = first, True
+
+    def await_no_more(self) -> None:
+        """That call is of no interest any more."""
+        if self.first is not None:
+            self.first = None
+            self.armed = self._armed_besides or self.recorder is not None or self.watch is not None
 
     def begins(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first unit of a step is called: tell who waits for it."""
-        first, self.first = self.first, None
-        self.armed = self._armed_besides or self.recorder is not None or self.watch is not None
+        first = self.first
+        self.await_no_more()
         if first is not None:
             first(unit, args, kwargs)
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mimose.dims import Leaf, leaves_of
 from lightning_mimose.errors import SizeError
 
 
-def names_of(module: nn.Module) -> Sequence[str]:
-    """What a module calls its arguments by position.
+@cache
+def positional_names(forward: Callable[..., Any]) -> Sequence[str]:
+    """What the forward of a kind of module calls its arguments by position.
 
     Example:
-        >>> names_of(nn.Linear(2, 2))
+        >>> import torch
+        >>> positional_names(torch.nn.Linear.forward)
         ['input']
     """
     try:
-        parameters = inspect.signature(type(module).forward).parameters.values()
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # it is no Python function
         return []
     return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]

@@ -245,7 +245,6 @@ class Engine:
 
         Raises:
             RecomputeError: The input of a unit that is to be recomputed was changed in place after its forward.
-            SizeError: Nothing in the step had a size.
         """
         step = self.running.step
         if step is None:
@@ -275,10 +274,12 @@ class Engine:
 
         Raises:
             BudgetInfeasibleError: The step was measured, and the most saving plan exceeded the budget.
+            SizeError: There was nothing in the step to read its size in.
         """
         step = self.running.step
         if step is None or step.updating:
             return
+        self._inlets.check()
         measured = step.measuring
         self._finish_together(step)
         step.updating = True
@@ -296,11 +297,13 @@ class Engine:
 
         Raises:
             BudgetInfeasibleError: As `before_update`, for a step without an update.
+            SizeError: Likewise.
         """
         step = self.running.step
         if step is None:
             return None
         if not step.updating:
+            self._inlets.check()
             self._finish_together(step)
         elif step.recorder is not None:
             self._lessons.of_update(step)

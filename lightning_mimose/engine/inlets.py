@@ -4,7 +4,7 @@ Many steps make their inputs themselves: they tokenise texts, resize and pad ima
 is padding. The batch then tells nothing, or too little; what memory depends on is known when the model is called.
 Sizes are read in the batch (level 0) until one of these is seen:
 
-- There is no tensor in the first batch.
+- There is no tensor in the first batch. (In a later one that is an error.)
 - Batches of one size came to the first unit in tensors of different shapes. Such a step runs sheltered at once, for
   no unit has run yet, and from the next one on sizes are read one level further inside.
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
@@ -13,24 +13,27 @@ Level n is the nth call, from outside, of a module that holds units: level 1 is 
 lists of tensors do not count, for these are mostly made into one tensor further inside. The first unit's own call is
 the last level.
 
-A step may call the model several times, on inputs of sizes that do not follow from the first (`entries`): then they are
-part of the size, and where a step is planned what is still to come is taken to be as large as it ever was.
+A step may call the model several times before its backward, on inputs of sizes that do not follow from the first
+(`entries`): then they are part of the size, and where a step is planned what is still to come is taken to be as large
+as it ever was. Calls without gradients count nowhere.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
-from lightning_mimose.engine.arguments import first_shape, has_lists, has_tensors, leaves_in, named, names_of
+from lightning_mimose.engine.arguments import first_shape, has_lists, has_tensors, leaves_in, named, positional_names
+from lightning_mimose.engine.entries import Entries
 from lightning_mimose.errors import SizeError
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, is_compiled
@@ -43,7 +46,7 @@ class Sized(Protocol):
     """The step that is running, as far as its size goes."""
 
     def decide(self, size: BatchSize | None) -> None:
-        """Its size is known, and no unit has run yet; None: it cannot be known."""
+        """Its size is known, and none of its units has run that was given a tensor; None: it cannot be known."""
 
     def shelter(self) -> None:
         """Its size has told something else than the model is given; no unit has run yet."""
@@ -81,10 +84,9 @@ class Inlets:
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
         self._waits = self._at_unit = self._called = self._blind = False
-        self._entered: dict[tuple[int, str], _Entered] = {}
         self._passed = 0
         self._size: BatchSize | None = None
-        self._entries: list[list[Leaf]] = []
+        self._entries = Entries()
         self.outside = False
         """Whether calls of modules around units count, for they are not inside one that did."""
 
@@ -98,6 +100,8 @@ class Inlets:
         """
         if self._next is not None:
             self._read_at(*self._next)
+        if self._fixed and self._tracker.level:  # learnt by a run that could read them elsewhere
+            self._read_at(0, entries=False)
         if not self._tracker.level:
             try:
                 return self._tracker.observe(batch)
@@ -112,14 +116,16 @@ class Inlets:
         self._blind = not has_tensors(batch)
         if not self._patched:
             for name, gate in self._gates.items():
-                if not (is_compiled(gate) or is_patched(gate)):  # one module may have several names
-                    patch(gate, partial(self._gate, name, names_of(gate)), _Outside(self))
+                # One module may have several names, and a list of blocks is not called.
+                if not (is_compiled(gate) or is_patched(gate) or type(gate).forward is nn.Module.forward):
+                    switch = _Gate(self, name, positional_names(type(gate).forward))
+                    patch(gate, switch.around, switch)
                     self._patched.append(gate)
         return None
 
     def rise(self, why: str) -> None:
         """Read sizes further inside from the next step on, if that is possible."""
-        if self._fixed or self._next or (self._tracker.level and self._at_unit):
+        if self._fixed or self._next or self._tracker.entries or (self._tracker.level and self._at_unit):
             return
         self._next = self._tracker.level + 1, False
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
@@ -127,7 +133,7 @@ class Inlets:
     def _read_at(self, level: int, entries: bool) -> None:
         self._next = None
         self._known.clear()
-        self._entered.clear()
+        self._entries.forget()
         self._tracker.restart(level, entries)
         self._advisor.forget()
 
@@ -140,10 +146,10 @@ class Inlets:
     # --- in a step --------------------------------------------------------------------------------------------
 
     def wait(self, step: Sized) -> None:
-        """A step begins without a size, which it is told before any unit that is given a tensor has run."""
+        """A step begins without a size, which it is told before the first unit that is given a tensor runs."""
         self._step, self._waits, self.outside = step, True, True
         self._passed, self._called, self._at_unit, self._size = 0, False, False, None
-        self._entries.clear()
+        self._entries.begin()
         self._session.await_first(self._unit_is_called)
 
     def watch(self, step: Sized, size: BatchSize) -> None:
@@ -152,52 +158,51 @@ class Inlets:
             self._session.await_first(partial(self._compare, step, size))
 
     def end_forward(self) -> None:
-        """The forward is over.
+        """The forward is over; where nothing has shown the size yet, another one may follow."""
+        step = self._step
+        if step is None or self._waits:
+            return
+        if self._tracker.entries and self._next is None:
+            step.resize(self._tracker.observe_leaves(self._entries.together()))
+        self.close()
+
+    def check(self) -> None:
+        """The step has no more forward.
 
         Raises:
-            SizeError: There was a tensor neither in the batch nor in what the model was called with.
+            SizeError: There was nothing to read its size in.
         """
-        step, waits = self._step, self._waits
-        entries = [*self._entries]
-        self.close()
-        if waits and (self._called or self._blind):
+        if self._waits and (self._called or (self._blind and not self._tracker.names)):
             raise SizeError(
                 f"There is no tensor in this batch, nor in what the blocks of {self._model} are called with, so its "
                 "size cannot be read. Pass size_fn, a function from the batch to an int or to a mapping of names to "
                 "ints such as {'tokens': 512}."
             )
-        if step is not None and self._tracker.entries and entries and self._next is None:
-            step.resize(self._tracker.observe_leaves(_together(entries)))
 
     def close(self) -> None:
         """The step is over."""
         self._step, self._waits, self.outside = None, False, False
-        self._entries.clear()
+        self._entries.begin()
+        self._session.await_no_more()
 
-    def _gate(self, name: str, names: Sequence[str], original: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = named(names, args, kwargs) if self.outside else {}
-            leaves = [] if has_lists(given) else leaves_in(given)
-            if not leaves:
-                return original(*args, **kwargs)
-            if not self._waits:
-                self._enter(name, leaves)
-            else:
-                self._passed += 1
-                if self._passed < self._tracker.level:
-                    return original(*args, **kwargs)
-                self._settle(leaves)
-            self.outside = False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.outside = self._step is not None
+    def offer(self, name: str, leaves: Sequence[Leaf]) -> bool:
+        """A module around units is called with these tensors; returns whether that counts: no call inside does then."""
+        if self._waits:
+            self._passed += 1
+            if self._passed < self._tracker.level:
+                return False
+            self._settle(leaves)
+        else:
+            self._enter(name, leaves)
+        return True
 
-        return handler
+    def end_call(self) -> None:
+        """A call that counted has returned."""
+        self.outside = self._step is not None
 
     def _unit_is_called(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._modules[unit]
-        given = named(names_of(module), args, kwargs)
+        given = named(positional_names(type(module).forward), args, kwargs)
         self._called = True
         # One without parameters that is given lists makes the model's inputs of them.
         leaves = leaves_in(given)
@@ -207,30 +212,25 @@ class Inlets:
         else:
             self._session.await_first(self._unit_is_called)
 
-    def _settle(self, leaves: list[Leaf]) -> None:
+    def _settle(self, leaves: Sequence[Leaf]) -> None:
         step, tracker, self._waits = self._step, self._tracker, False
         assert step is not None
         if tracker.entries:
             self._size = tracker.complete(leaves, self._advisor.estimator.completed)
         else:
             self._size = tracker.observe_leaves(leaves)
-        self._entries.append(leaves)
+        self._entries.add(leaves)
         step.decide(self._size)
 
-    def _enter(self, name: str, leaves: list[Leaf]) -> None:
+    def _enter(self, name: str, leaves: Sequence[Leaf]) -> None:
         """The model is called once more in a step that was decided by what it was called with before."""
-        step, size, self._entries = self._step, self._size, [*self._entries, leaves]
-        if step is None or size is None or self._next:
+        step, size, entries = self._step, self._size, self._entries
+        if not entries.add(leaves) or step is None or size is None or self._next:
             return
         if self._tracker.entries:
-            if not self._tracker.holds(_together(self._entries), size):
+            if not self._tracker.holds(entries.together(), size):
                 step.shelter_rest()
-            return
-        shape = leaves[0][1]
-        at = self._entered.setdefault((len(self._entries), name), _Entered(shape))
-        at.varies |= shape != at.first
-        at.differs |= shape != self._entries[0][0][1]
-        if at.varies and at.differs:
+        elif not entries.follows(name):
             self._next = self._tracker.level, True
             self._advisor.announce(
                 "mimose: the model is called several times in a step, on inputs whose sizes do not follow from the "
@@ -247,38 +247,41 @@ class Inlets:
             self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
             step.shelter()
 
-    def _is_known(self, size: BatchSize, where: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape was given there at such sizes before, or nothing yet."""
+    def _is_known(self, size: BatchSize, unit: str, shape: tuple[int, ...]) -> bool:
+        """Whether a unit was given a tensor of this shape at such sizes before, or nothing yet."""
         if len(self._known) >= KNOWN_INPUTS:
             self._known.clear()
         found = hash(shape)
-        return self._known.setdefault(hash((size.dims, size.layout, where)), found) == found
+        return self._known.setdefault(hash((size.dims, size.layout, unit)), found) == found
 
 
-@dataclass
-class _Entered:
-    """What a further call of the model was given so far: the shape at first, and what became of it."""
-
-    first: tuple[int, ...]
-    varies: bool = False
-    differs: bool = False
-    """From what the first call was given."""
-
-
-class _Outside:
-    """Lets calls of modules around units go by as if they were not patched, but where they count."""
+class _Gate:
+    """What happens when a module around units is called. It holds no module: nothing of ours must keep one alive."""
 
     stops = None
 
-    def __init__(self, inlets: Inlets) -> None:
-        self._inlets = inlets
+    def __init__(self, inlets: Inlets, name: str, names: Sequence[str]) -> None:
+        self._inlets, self._name, self._names = weakref.ref(inlets), name, names
 
     @property
     def armed(self) -> bool:
-        return self._inlets.outside
+        """Whether its calls count now; without gradients (a teacher, a sample that is drawn) nothing is kept."""
+        inlets = self._inlets()
+        return inlets is not None and inlets.outside and torch.is_grad_enabled()
 
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The handler that takes the place of its forward."""
 
-def _together(entries: Sequence[Sequence[Leaf]]) -> list[Leaf]:
-    """What a model was given in all its calls: further ones by their number."""
-    later = [(f"{number}.{path}", shape) for number, entry in enumerate(entries[1:], 2) for path, shape in entry]
-    return [*entries[0], *later]
+        def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inlets = self._inlets()
+            given = named(self._names, args, kwargs)
+            leaves = [] if has_lists(given) else leaves_in(given)
+            if inlets is None or not leaves or not inlets.offer(self._name, leaves):
+                return original(*args, **kwargs)
+            inlets.outside = False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inlets.end_call()
+
+        return handler

@@ -55,7 +55,8 @@ class Lessons:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
         self._warned = self._unreached = self._told_apart = False
-        self._unmeasured = self._learnt = self._level = 0
+        self._unmeasured = self._learnt = 0
+        self._read_at = 0, False
 
     @property
     def verified(self) -> int:
@@ -66,8 +67,7 @@ class Lessons:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
         if self._learnt < VAIN_STEPS:
             return False
-        varying = len(self._advisor.independent_dims(size))
-        return varying > MOST_DIMENSIONS or (varying > 2 and self._learnt >= SHELTERED_STEPS)
+        return len(self._advisor.independent_dims(size)) > MOST_DIMENSIONS
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
@@ -95,7 +95,7 @@ class Lessons:
             return
         self._unmeasured = 0
         peak = self._take_peak(step, trace)
-        if not step.sheltered:
+        if not step.sheltered or step.mixed:
             self._compare(step, peak)
             return
         if step.learns:
@@ -180,7 +180,9 @@ class Lessons:
             self._warned = True
             known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
             unknown = "the leanest plan for a size that is not known well yet."
-            if step.advice.bounded:
+            if step.mixed:
+                unknown = "a plan for less than the model was called with in the end: only the last units recomputed."
+            elif step.advice.bounded:
                 unknown = (
                     "no plan: the budget had seemed ample. Such batches recompute as much as they can from now on."
                 )
@@ -197,7 +199,7 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
-        if not step.undecided:
+        if not (step.undecided or step.retried):
             self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             if not self._told_apart:
@@ -216,8 +218,8 @@ class Lessons:
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
-            if self._advisor.tracker.level != self._level:
-                self._level, self._learnt = self._advisor.tracker.level, 0
+            if (self._advisor.tracker.level, self._advisor.tracker.entries) != self._read_at:
+                self._read_at, self._learnt = (self._advisor.tracker.level, self._advisor.tracker.entries), 0
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
                 self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))

@@ -65,7 +65,11 @@ class Metering:
             self._due = LEARNING_STEPS
             return
         self._due = max(0, self._due - 1)
-        step.by_the_way = step.learns and not (self._is_free or self._measures_planned(step))
+        self._bounded += step.advice.bounded
+        due = self._is_free or self._measures_planned(step)
+        step.by_the_way = step.learns and not due
+        if due and not step.is_measured:  # too late for this one
+            self._due += 1
         step.learns = False
         self._follow_inputs(step)
 

@@ -146,13 +146,15 @@ class Running:
             return
         step.advice, step.actions = Advice(None, None, False), dict(self._advisor.shelter)
         session.arm(step.actions, None)
+        session.unproven.clear()
         session.tries, session.split_tries = set(), set()  # what has room beside the step is not known
 
     def shelter_rest(self) -> None:
         """The same, of the units that are still to run."""
         step = self.step
         if step is not None and not step.sheltered:
-            step.advice = Advice(None, None, False)
+            step.advice, step.mixed = Advice(None, None, False), True
+            self._session.unproven.clear()
             self._session.act_from_now(dict(self._advisor.shelter))
 
     def resize(self, size: BatchSize) -> None:
@@ -201,7 +203,7 @@ class Running:
             Whether it may; not if it ran under the most saving plan already.
         """
         step, advisor, session = self.step, self._advisor, self._session
-        if step is None or step.undecided:
+        if step is None or (step.undecided and leaner and step.retried):
             return False
         before = {unit: action for unit, action in session.actions.items() if unit not in session.met}
         if session.met:
@@ -210,15 +212,17 @@ class Running:
         counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
         failed = counters.read(self._device) if counted else None
         self._metering.stop(step)
-        step.in_backward, step.retried = False, True
+        step.in_backward, step.retried, mixed, step.mixed = False, True, step.mixed, False
         self._attachment.take_refusals()
         if leaner and not session.compared:  # a trial beside the step was not what had been planned
             advisor.learn_out_of_memory(step.advice.predicted_peak_bytes, failed)
             if step.advice.bounded:
                 advisor.bounds.refute()
-        step.advice = advisor.most_saving(step.size, step.resident) if leaner else Advice(None, None, False)
+        step.advice = Advice(None, None, False)
+        if leaner and not step.undecided:
+            step.advice = advisor.most_saving(step.size, step.resident)
         step.actions = dict(advisor.shelter if step.advice.plan is None else step.advice.plan)
-        if leaner and step.actions == before:
+        if leaner and step.actions == before and not (mixed or step.undecided):
             return False
         advisor.announce(
             f"mimose: batch {step.batch_idx} ({dims_text(advisor.tracker.named(step.size))}) runs again with "
@@ -239,6 +243,8 @@ class Running:
         step, advisor = self.step, self._advisor
         resident = step.resident.total_bytes if step is not None else self._ledger.lasting_bytes()
         holds = None
+        if step is not None and step.undecided:
+            hint = "It ended before the model was called: nothing is planned before that."
         if step is not None and not step.undecided:
             holds = advisor.holds(step.size, step.resident, self._session.actions)
         return device_memory_error(advisor.budget_bytes, self._memory.description, resident, holds, error, hint)

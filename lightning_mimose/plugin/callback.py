@@ -43,7 +43,8 @@ class MimoseCallback(Callback):
             free on the device when training starts. On an accelerator it bounds what the allocator reserves, on CPU
             the live tensor bytes. Or a `SharedBudget` that several trainings keep together.
         units: fnmatch patterns on qualified names, or class names, of the submodules to plan; None finds them.
-        size_fn: Batch -> int or named dimensions; None reads the dimensions of the batch's tensors.
+        size_fn: Batch -> int or named dimensions; None reads the dimensions of the batch's tensors, or of those
+            that the model is called with, where the batch does not tell them.
         actions: Names of the actions plans may use; None for the exact ones that pay on this device.
         planner: `"auto"` (a heuristic at once, the exact plan when it is ready), `"exact"`, `"greedy"` (the Mimose
             paper's), or a callable `(timeline, budget_bytes) -> Plan | {unit: action}`.
