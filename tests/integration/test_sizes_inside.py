@@ -550,7 +550,7 @@ def test_a_later_call_that_is_larger_than_ever_is_recomputed() -> None:
     model, chance = case.make(), random.Random(0)
     with Mimose(model, budget=10**9, loss_fn=loss) as mimose:
         number = 0
-        while number < 4 or mimose.records[-1].sheltered:
+        while number < 15 or mimose.records[-1].sheltered:
             mimose.step(case.batch(chance, number))
             number += 1
         advisors.append(mimose._advisor)
