@@ -73,7 +73,7 @@ def has_lists(given: Mapping[str, Any]) -> bool:
     return any(isinstance(value, (list, tuple)) and has_tensors(value) for value in given.values())
 
 
-def first_shape(values: Iterable[Any]) -> tuple[int, ...] | None:
-    """The shape of the first tensor; None where there is none, or a nested one."""
+def first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """The first tensor; None where there is none, or a nested one, which has no shape in whole numbers."""
     first = next((each for each in values if isinstance(each, Tensor)), None)
-    return None if first is None or first.is_nested else tuple(first.shape)
+    return None if first is None or first.is_nested else first

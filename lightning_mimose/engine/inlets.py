@@ -5,8 +5,8 @@ is padding. The batch then tells nothing, or too little; what memory depends on 
 Sizes are read in the batch (level 0) until one of these is seen:
 
 - There is no tensor in the first batch. (In a later one that is an error.)
-- Batches of one size came to the first unit in tensors of different shapes. Such a step runs sheltered at once, for
-  no unit has run yet, and from the next one on sizes are read one level further inside.
+- Batches of one size came to the first unit of all, or of some module around units, in tensors of different shapes.
+  Such a step recomputes all it may from there on, and from the next one on sizes are read one level further inside.
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
 
 Level n is the nth call, from outside, of a module that holds units: level 1 is mostly the whole model's. Calls with
@@ -21,6 +21,7 @@ as it ever was. Calls without gradients count nowhere.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -32,14 +33,17 @@ from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
-from lightning_mimose.engine.arguments import first_shape, has_lists, has_tensors, leaves_in, named, positional_names
+from lightning_mimose.engine.arguments import first_tensor, has_lists, has_tensors, leaves_in, named, positional_names
 from lightning_mimose.engine.entries import Entries
 from lightning_mimose.errors import SizeError
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, is_compiled
 
 KNOWN_INPUTS = 2048
-"""Sizes of which it is remembered what the first unit was given."""
+"""How often it is remembered what a unit was given at some size."""
+MOST_RISES = 2
+"""How often sizes are read further inside for a unit that is not the step's first: what it is given may depend on what
+is in a batch (a detector's proposals), and on no size at all."""
 
 
 class Sized(Protocol):
@@ -80,6 +84,15 @@ class Inlets:
         self._gates = {name: model.get_submodule(name) for name in sorted(around - self._modules.keys())}
         self._patched: list[nn.Module] = []
         self._known: dict[int, int] = {}
+        self._around = {unit.name: unit.name.rpartition(".")[0] for unit in units if unit.parent < 0}
+        """Outermost units, and what they are right inside of."""
+        self._compared: set[str] = set()
+        """Units whose inputs are compared in every step."""
+        self._awaited: set[str] | None = None
+        """Those of them that the step has yet to call; None where all its calls are looked at."""
+        self._seen: set[str] = set()
+        """Modules around units of which the step has called one."""
+        self._rises_for: Counter[str] = Counter()
         self._next: tuple[int, bool] | None = None
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
@@ -133,6 +146,7 @@ class Inlets:
     def _read_at(self, level: int, entries: bool) -> None:
         self._next = None
         self._known.clear()
+        self._compared.clear()
         self._entries.forget()
         self._tracker.restart(level, entries)
         self._advisor.forget()
@@ -152,9 +166,15 @@ class Inlets:
         self._entries.begin()
         self._session.await_first(self._unit_is_called)
 
-    def watch(self, step: Sized, size: BatchSize) -> None:
-        """A step has a size: see that the first unit is given what it was given at such sizes before."""
+    def watch(self, step: Sized, size: BatchSize, *, learns: bool) -> None:
+        """A step has a size: see that units are given what they were given at such sizes before.
+
+        The first unit of all, and the first one inside each module around units; which ones these are, steps that learn
+        show.
+        """
         if not (self._fixed or self._next or (self._tracker.level and self._at_unit)):
+            self._awaited = None if learns else {*self._compared}
+            self._seen.clear()
             self._session.await_first(partial(self._compare, step, size))
 
     def end_forward(self) -> None:
@@ -239,13 +259,24 @@ class Inlets:
             step.shelter_rest()
 
     def _compare(self, step: Sized, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen, awaited, around = self._seen, self._awaited, self._around.get(unit)
         # The first tensor only: masks come and go with their contents, and stand behind what they mask.
-        shape = first_shape([*args, *kwargs.values()])
-        if shape is None:
+        tensor = first_tensor([*args, *kwargs.values()])
+        if tensor is not None and around is not None and around not in seen:
+            if awaited is None and self._rises_for[unit] < MOST_RISES:
+                self._compared.add(unit)
+            is_known = not (unit in self._compared or not seen) or self._is_known(size, unit, tuple(tensor.shape))
+            if not is_known:
+                self._compared.discard(unit)
+                self._rises_for[unit] += bool(seen)
+                self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
+                return step.shelter_rest() if seen else step.shelter()
+            seen.add(around)
+            if awaited is not None:
+                awaited.discard(unit)
+        if not seen or awaited is None or awaited:
             self._session.await_first(partial(self._compare, step, size))
-        elif not self._is_known(size, unit, shape):
-            self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
-            step.shelter()
+        return None
 
     def _is_known(self, size: BatchSize, unit: str, shape: tuple[int, ...]) -> bool:
         """Whether a unit was given a tensor of this shape at such sizes before, or nothing yet."""

@@ -128,7 +128,7 @@ class Running:
             return
         self._trials.arm(step)
         if not step.retried:
-            self._inlets.watch(self, step.size)
+            self._inlets.watch(self, step.size, learns=step.learns)
 
     def decide(self, size: BatchSize | None) -> None:
         """The size of the step that is running is known, and no unit has run yet; None: it cannot be known."""

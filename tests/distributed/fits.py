@@ -90,16 +90,29 @@ def text(rank: int) -> list[Batch]:
     return [text_batch(4, side * (4 + 4 * (rank % 2)), 10 * i + rank) for i, side in enumerate(SIDES)]
 
 
+class Words(Task):
+    """Makes its tensors in the training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step({name: torch.tensor(numbers) for name, numbers in batch.items()}, batch_idx)
+
+
+def words(rank: int) -> list[Any]:
+    """The same as `text`, but no tensors."""
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in text(rank)]
+
+
 def images(rank: int) -> list[Batch]:
     """Larger on odd ranks."""
     return [image_batch(4, side + 8 * (rank % 2) + 8, side + 8, 10 * i + rank) for i, side in enumerate(SIDES)]
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Batch]], dict[str, Any], dict[str, Any]]] = {
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Any]], dict[str, Any], dict[str, Any]]] = {
     "default": (TinyText, text, {}, {}),
     "find_unused": (TwoHeads, text, {"find_unused_parameters": True}, {}),
     "static": (TinyText, text, {"static_graph": True}, {}),
     "norms": (TinyVision, images, {"broadcast_buffers": True}, {"accumulate_grad_batches": 3}),
+    "words": (TinyText, words, {}, {}),
     "talking": (TalkingText, text, {}, {}),
 }
 
@@ -121,7 +134,7 @@ class Fit:
         make, data, ddp, options = KINDS[kind]
         meter, own = MeterCallback(), dict(process_group_backend="gloo", **ddp)
         pl.seed_everything(0, verbose=False)
-        task = Task(make())
+        task = (Words if kind == "words" else Task)(make())
         pl.seed_everything(7 + self.rank, verbose=False)
         planner = forced if kind == "talking" else "auto"
         strategy = DDPStrategy(**own) if budget is None else MimoseDDPStrategy(budget=budget, planner=planner, **own)

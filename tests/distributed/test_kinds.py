@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.distributed
-KINDS = {2: ("find_unused", "static", "norms", "talking"), 4: ("default",)}
+KINDS = {2: ("find_unused", "static", "norms", "words", "talking"), 4: ("default",)}
 Ranks = list[dict[str, Any]]
 Launched = dict[int, tuple[Ranks, list[str]]]
 
@@ -48,6 +48,7 @@ def planned(ranks: Ranks, kind: str) -> list[dict[str, str]]:
             (2, "find_unused", "DDP with find_unused_parameters"),
             (2, "static", "DDP with static_graph"),
             (2, "norms", "DDP with gradient accumulation (no_sync), BatchNorm and broadcast buffers"),
+            (2, "words", "DDP, batches without tensors: sizes are read where the model is called"),
             (4, "default", "DDP on four ranks, other sizes on each"),
         )
     ],

@@ -87,6 +87,25 @@ def contrasted(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(questions @ answers.T, torch.arange(len(questions)))
 
 
+class Pictured(nn.Module):
+    """Looks at a picture, whose size the batch tells, before it reads a text, whose length it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures, self.texts = Backbone(), Encoder()
+        self.head = nn.Linear(40, 2)
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of batch x classes."""
+        x: torch.Tensor = self.head(torch.cat([self.pictures(pixels), self.texts(ids)], 1))
+        return x
+
+
+def described(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Pictures and texts."""
+    return functional.cross_entropy(model(batch["pixels"], tokens(batch["texts"])), torch.as_tensor(batch["labels"]))
+
+
 def resized(model: nn.Module, batch: Any) -> torch.Tensor:
     """Images of one size, brought to another that only the step knows."""
     side = int(batch["side"])
@@ -186,6 +205,12 @@ def question_and_answer(chance: random.Random, number: int) -> dict[str, list[st
     return {"questions": texts(chance), "answers": texts(chance)}
 
 
+def pictures_and_texts(chance: random.Random, number: int) -> dict[str, Any]:
+    """The pictures are all of one size."""
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(number))
+    return {"pixels": pixels, "texts": texts(chance), "labels": labels_of(chance)}
+
+
 CASES = {
     "texts": Case(TinyText, lambda c, n: {"texts": texts(c), "labels": labels_of(c)}, classified, 20),
     "texts beside tensors": Case(
@@ -194,6 +219,7 @@ CASES = {
     "samples": Case(TinyText, lambda c, n: list(zip(texts(c), labels_of(c), strict=True)), samples, 20),
     "two texts, one model": Case(lambda: Towers(shared=True), question_and_answer, contrasted, 12),
     "two texts, two models": Case(lambda: Towers(shared=False), question_and_answer, contrasted, 12),
+    "pictures and texts": Case(Pictured, pictures_and_texts, described, 16),
     "resized": Case(TinyVision, squares, resized, 20),
     "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
     "growing": Case(TinyVision, growing, resized, 24),
