@@ -281,9 +281,11 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def _takes(model: nn.Module, batch: Any) -> bool:
     """Whether a model can be called with a batch, as far as its signature says."""
     by_name = dict(batch) if isinstance(batch, Mapping) else {}
-    by_position = () if by_name else batch if isinstance(batch, (tuple, list)) else (batch,)
+    by_position = () if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
         inspect.signature(model.forward).bind(*by_position, **by_name)
+    except ValueError:  # it has none
+        return True
     except TypeError:
         return False
     return True

@@ -71,8 +71,8 @@ class _Calls:
 
     def _act(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, session, original = self._name, self._session, self._original
-        if session.first is not None and torch.is_grad_enabled():
-            session.begins(name, args, kwargs)
+        if session.next_call is not None and torch.is_grad_enabled():
+            session.called(name, args, kwargs)
         # Gated on gradients, never on `.training`: a frozen or eval block whose input needs gradients
         # saves as much as any.
         if not session.armed:

@@ -10,10 +10,11 @@ read outside compiled code. Where a patched module is called inside somebody's c
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -54,19 +55,17 @@ class _Entry(NamedTuple):
 _ORIGINAL = "_mimose_original_forward"
 _handlers: dict[int, _Entry] = {}
 """By identity, which is several times faster than a dictionary of weak keys; an entry dies with its module."""
-_replacements: dict[type[nn.Module], Callable[..., Any]] = {}
+_replacements: weakref.WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = weakref.WeakKeyDictionary()
 """By kind of module: what takes the place of its forward."""
+_IS_OURS = "_mimose_forward"
 
 
-def _replacement(kind: type[nn.Module]) -> Callable[..., Any]:
-    """What takes the place of the forward of modules of a kind; who asks for its signature gets that of their own.
+def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
+    """What takes the place of the forward of modules of a kind; who asks for its signature gets theirs.
 
     Its name makes a pickled bound method resolve to the class's own forward.
     """
-    if kind in _replacements:
-        return _replacements[kind]
 
-    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _own_forward(self, args, kwargs)
@@ -79,8 +78,11 @@ def _replacement(kind: type[nn.Module]) -> Callable[..., Any]:
         # As `_own_forward`: a step that fits comes here once for every unit.
         return self.__dict__[_ORIGINAL](*args, **kwargs) if entry.had_own else type(self).forward(self, *args, **kwargs)
 
-    forward.__name__ = "forward"
-    return _replacements.setdefault(kind, forward)
+    setattr(forward, _IS_OURS, True)
+    with suppress(TypeError, ValueError):  # it is no Python function
+        if kind is not None:
+            forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 class _CompiledCall:
@@ -102,14 +104,17 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
         _patch_compiled(module, module._compiled_call_impl, make_handler, switch)
         return
     original = module.__dict__.get("forward")
-    if getattr(original, "__func__", None) in _replacements.values():  # a copy of a patched module
+    if hasattr(getattr(original, "__func__", None), _IS_OURS):  # a copy of a patched module
         original = module.__dict__.get(_ORIGINAL)
     if original is not None:
         module.__dict__[_ORIGINAL] = original
-    key = id(module)
+    kind, key = type(module), id(module)
+    replacement = _replacement(None) if original is not None else _replacements.get(kind) or _replacement(kind)
+    if original is None:
+        _replacements[kind] = replacement
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
     _handlers[key] = _Entry(make_handler(_own(alive, original is not None)), switch, original is not None, alive)
-    module.__dict__["forward"] = types.MethodType(_replacement(type(module)), module)
+    module.__dict__["forward"] = types.MethodType(replacement, module)
 
 
 def _patch_compiled(

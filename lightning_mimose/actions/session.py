@@ -23,8 +23,8 @@ REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
 """Actions that run a unit's forward again."""
 
 
-FirstCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-"""Told of the first call of a unit in a step, before it runs: unit, arguments by position, and by name."""
+NextCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Told of a call of a unit before it runs: unit, arguments by position, and by name."""
 
 BYPASSED = "its parts are called without it"
 """Why a unit is left alone whose own forward is not called."""
@@ -38,7 +38,8 @@ class Session:
         armed: Whether a step is under way; otherwise every unit runs its own forward.
         actions: Unit name -> action, for this step; never written, because steps of one plan share it.
         recorder: Records the units' calls, in the steps that learn.
-        first: Waits for the first call of a unit.
+        next_call: Waits for the next call of a unit.
+        passed_by: Whether units were called without gradients.
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
@@ -81,7 +82,8 @@ class Session:
     armed: bool = False
     actions: dict[str, str] = field(default_factory=dict)
     recorder: StepRecorder | None = None
-    first: FirstCall | None = None
+    next_call: NextCall | None = None
+    passed_by: bool = False
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
@@ -127,7 +129,8 @@ class Session:
     ) -> None:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
-        self.compared, self.watch, self.strangers, self.met, self.first = False, None, strangers, [], None
+        self.compared, self.watch, self.strangers, self.met, self.next_call = False, None, strangers, [], None
+        self.passed_by = False
         self.given.clear()
         self.returned.clear()
         self.actions = self.standing(actions)
@@ -150,7 +153,7 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.watch = self.first = None
+        self.watch = self.next_call = None
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()
@@ -158,26 +161,27 @@ class Session:
 
     def act_from_now(self, actions: dict[str, str]) -> None:
         """Let the units that are still to run do something else."""
+        self.await_none()
         self.actions, self.armed = self.standing(actions), True
 
-    def await_first(self, first: FirstCall) -> None:
+    def await_call(self, next_call: NextCall) -> None:
         """Be told of the next call of a unit with gradients, once, before it runs; units report until then."""
-        if self.first is None:
+        if self.next_call is None:
             self._armed_besides = self.armed
-        self.first, self.armed = first, True
+        self.next_call, self.armed = next_call, True
 
-    def await_no_more(self) -> None:
+    def await_none(self) -> None:
         """That call is of no interest any more."""
-        if self.first is not None:
-            self.first = None
+        if self.next_call is not None:
+            self.next_call = None
             self.armed = self._armed_besides or self.recorder is not None or self.watch is not None
 
-    def begins(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first unit of a step is called: tell who waits for it."""
-        first = self.first
-        self.await_no_more()
-        if first is not None:
-            first(unit, args, kwargs)
+    def called(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A unit is called: tell who waits for it."""
+        next_call = self.next_call
+        self.await_none()
+        if next_call is not None:
+            next_call(unit, args, kwargs)
 
     def hand_on(
         self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]
@@ -223,7 +227,7 @@ class Session:
 
     def passes_by(self, name: str) -> None:
         """A unit is called without gradients (a teacher, a target): one moment of the step, in one that is recorded."""
-        recorder = self.recorder
+        self.passed_by, recorder = True, self.recorder
         if recorder is None or self.inside or self.trial is not None or recorder.replays.running:
             return
         if name in self.actions:  # no smaller pieces than the units of the shelter

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_mimose.dims import Leaf, leaves_of
 from lightning_mimose.errors import SizeError
 
 
-@cache
 def positional_names(forward: Callable[..., Any]) -> Sequence[str]:
     """What the forward of a kind of module calls its arguments by position.
 
@@ -77,3 +76,8 @@ def first_tensor(values: Iterable[Any]) -> Tensor | None:
     """The first tensor; None where there is none, or a nested one, which has no shape in whole numbers."""
     first = next((each for each in values if isinstance(each, Tensor)), None)
     return None if first is None or first.is_nested else first
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, in which a checkpoint of the user's runs a forward again."""
+    return torch._C._current_graph_task_id() != -1

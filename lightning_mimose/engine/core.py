@@ -279,7 +279,7 @@ class Engine:
         step = self.running.step
         if step is None or step.updating:
             return
-        self._inlets.check()
+        self._inlets.check(in_backward=step.in_backward)
         measured = step.measuring
         self._finish_together(step)
         step.updating = True
@@ -303,7 +303,7 @@ class Engine:
         if step is None:
             return None
         if not step.updating:
-            self._inlets.check()
+            self._inlets.check(in_backward=step.in_backward)
             self._finish_together(step)
         elif step.recorder is not None:
             self._lessons.of_update(step)

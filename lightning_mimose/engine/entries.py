@@ -39,7 +39,7 @@ class Entries:
     def follows(self, module: str) -> bool:
         """Whether the shape of what a module was given just now follows from the first call's, as far as is known."""
         pairs = self._pairs.setdefault((len(self._leaves), module), [])
-        pair = self._leaves[0][0][1], self._leaves[-1][0][1]
+        pair = _first_shape(self._leaves[0]), _first_shape(self._leaves[-1])
         if pair not in pairs and len(pairs) < MOST_PAIRS:
             pairs.append(pair)
         return follows(pairs)
@@ -69,6 +69,10 @@ def follows(pairs: Sequence[tuple[Shape, Shape]]) -> bool:
         max(values) == min(values) or any(_on_a_line(axis, values) for axis in zip(*firsts, strict=True))
         for values in zip(*seconds, strict=True)
     )
+
+
+def _first_shape(leaves: Sequence[Leaf]) -> Shape:
+    return next(shape for _, shape in leaves if shape)
 
 
 def _on_a_line(xs: Sequence[int], ys: Sequence[int]) -> bool:

@@ -5,8 +5,9 @@ is padding. The batch then tells nothing, or too little; what memory depends on 
 Sizes are read in the batch (level 0) until one of these is seen:
 
 - There is no tensor in the first batch. (In a later one that is an error.)
-- Batches of one size came to the first unit of all, or of some module around units, in tensors of different shapes.
-  Such a step recomputes all it may from there on, and from the next one on sizes are read one level further inside.
+- Batches of one size came to the first unit, or to the first one right inside a module around units, in tensors of
+  different shapes (`inputs`). Such a step recomputes all it may from there on, and from the next one on sizes are read
+  one level further inside; where that does not help a unit that is not the first, they are read where they were again.
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
 
 Level n is the nth call, from outside, of a module that holds units: level 1 is mostly the whole model's. Calls with
@@ -21,7 +22,6 @@ as it ever was. Calls without gradients count nowhere.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -33,17 +33,12 @@ from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
-from lightning_mimose.engine.arguments import first_tensor, has_lists, has_tensors, leaves_in, named, positional_names
+from lightning_mimose.engine.arguments import has_lists, has_tensors, in_backward, leaves_in, named, positional_names
 from lightning_mimose.engine.entries import Entries
+from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, is_compiled
-
-KNOWN_INPUTS = 2048
-"""How often it is remembered what a unit was given at some size."""
-MOST_RISES = 2
-"""How often sizes are read further inside for a unit that is not the step's first: what it is given may depend on what
-is in a batch (a detector's proposals), and on no size at all."""
 
 
 class Sized(Protocol):
@@ -80,19 +75,13 @@ class Inlets:
         self._advisor, self._tracker, self._session, self._fixed = advisor, advisor.tracker, session, fixed
         self._model = type(model).__name__
         self._modules = {unit.name: unit.module for unit in units}
-        around = {".".join(unit.split(".")[:depth]) for unit in self._modules for depth in range(unit.count(".") + 1)}
-        self._gates = {name: model.get_submodule(name) for name in sorted(around - self._modules.keys())}
+        outermost = [unit.name for unit in units if unit.parent < 0]
+        around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
+        self._gates = {name: model.get_submodule(name) for name in sorted(around)}
         self._patched: list[nn.Module] = []
-        self._known: dict[int, int] = {}
-        self._around = {unit.name: unit.name.rpartition(".")[0] for unit in units if unit.parent < 0}
-        """Outermost units, and what they are right inside of."""
-        self._compared: set[str] = set()
-        """Units whose inputs are compared in every step."""
-        self._awaited: set[str] | None = None
-        """Those of them that the step has yet to call; None where all its calls are looked at."""
-        self._seen: set[str] = set()
-        """Modules around units of which the step has called one."""
-        self._rises_for: Counter[str] = Counter()
+        self._inputs = Inputs(units)
+        self._risen_from: int | None = None
+        """Level from which sizes were read further inside for a unit that is not the first."""
         self._next: tuple[int, bool] | None = None
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
@@ -138,15 +127,14 @@ class Inlets:
 
     def rise(self, why: str) -> None:
         """Read sizes further inside from the next step on, if that is possible."""
-        if self._fixed or self._next or self._tracker.entries or (self._tracker.level and self._at_unit):
+        if self._fixed or self._next or (self._tracker.level and self._at_unit):
             return
         self._next = self._tracker.level + 1, False
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
 
     def _read_at(self, level: int, entries: bool) -> None:
         self._next = None
-        self._known.clear()
-        self._compared.clear()
+        self._inputs.forget()
         self._entries.forget()
         self._tracker.restart(level, entries)
         self._advisor.forget()
@@ -164,35 +152,38 @@ class Inlets:
         self._step, self._waits, self.outside = step, True, True
         self._passed, self._called, self._at_unit, self._size = 0, False, False, None
         self._entries.begin()
-        self._session.await_first(self._unit_is_called)
+        self._session.await_call(self._unit_is_called)
 
     def watch(self, step: Sized, size: BatchSize, *, learns: bool) -> None:
         """A step has a size: see that units are given what they were given at such sizes before.
 
-        The first unit of all, and the first one inside each module around units; which ones these are, steps that learn
-        show.
+        Not where it has several entries: then it is a guess of what the later ones are.
         """
-        if not (self._fixed or self._next or (self._tracker.level and self._at_unit)):
-            self._awaited = None if learns else {*self._compared}
-            self._seen.clear()
-            self._session.await_first(partial(self._compare, step, size))
+        last = self._tracker.level and self._at_unit
+        if not (self._fixed or self._next or self._tracker.entries or last):
+            self._inputs.begin(learns=learns)
+            self._session.await_call(partial(self._compare, step, size))
 
     def end_forward(self) -> None:
         """The forward is over; where nothing has shown the size yet, another one may follow."""
         step = self._step
-        if step is None or self._waits:
+        if self._waits:
             return
-        if self._tracker.entries and self._next is None:
+        if step is not None and self._tracker.entries and self._next is None:
             step.resize(self._tracker.observe_leaves(self._entries.together()))
         self.close()
 
-    def check(self) -> None:
-        """The step has no more forward.
+    def check(self, *, in_backward: bool) -> None:
+        """The step comes to its end.
+
+        Args:
+            in_backward: Whether it has run a backward.
 
         Raises:
             SizeError: There was nothing to read its size in.
         """
-        if self._waits and (self._called or (self._blind and not self._tracker.names)):
+        untouched = in_backward and self._blind and not (self._tracker.names or self._session.passed_by)
+        if self._waits and (self._called or untouched):
             raise SizeError(
                 f"There is no tensor in this batch, nor in what the blocks of {self._model} are called with, so its "
                 "size cannot be read. Pass size_fn, a function from the batch to an int or to a mapping of names to "
@@ -203,7 +194,7 @@ class Inlets:
         """The step is over."""
         self._step, self._waits, self.outside = None, False, False
         self._entries.begin()
-        self._session.await_no_more()
+        self._session.await_none()
 
     def offer(self, name: str, leaves: Sequence[Leaf]) -> bool:
         """A module around units is called with these tensors; returns whether that counts: no call inside does then."""
@@ -221,6 +212,9 @@ class Inlets:
         self.outside = self._step is not None
 
     def _unit_is_called(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # of a checkpoint of the user's own
+            self._session.await_call(self._unit_is_called)
+            return
         module = self._modules[unit]
         given = named(positional_names(type(module).forward), args, kwargs)
         self._called = True
@@ -230,7 +224,7 @@ class Inlets:
             self._at_unit, self.outside = True, False
             self._settle(leaves)
         else:
-            self._session.await_first(self._unit_is_called)
+            self._session.await_call(self._unit_is_called)
 
     def _settle(self, leaves: Sequence[Leaf]) -> None:
         step, tracker, self._waits = self._step, self._tracker, False
@@ -259,31 +253,25 @@ class Inlets:
             step.shelter_rest()
 
     def _compare(self, step: Sized, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen, awaited, around = self._seen, self._awaited, self._around.get(unit)
-        # The first tensor only: masks come and go with their contents, and stand behind what they mask.
-        tensor = first_tensor([*args, *kwargs.values()])
-        if tensor is not None and around is not None and around not in seen:
-            if awaited is None and self._rises_for[unit] < MOST_RISES:
-                self._compared.add(unit)
-            is_known = not (unit in self._compared or not seen) or self._is_known(size, unit, tuple(tensor.shape))
-            if not is_known:
-                self._compared.discard(unit)
-                self._rises_for[unit] += bool(seen)
-                self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
-                return step.shelter_rest() if seen else step.shelter()
-            seen.add(around)
-            if awaited is not None:
-                awaited.discard(unit)
-        if not seen or awaited is None or awaited:
-            self._session.await_first(partial(self._compare, step, size))
-        return None
-
-    def _is_known(self, size: BatchSize, unit: str, shape: tuple[int, ...]) -> bool:
-        """Whether a unit was given a tensor of this shape at such sizes before, or nothing yet."""
-        if len(self._known) >= KNOWN_INPUTS:
-            self._known.clear()
-        found = hash(shape)
-        return self._known.setdefault(hash((size.dims, size.layout, unit)), found) == found
+        inputs = self._inputs
+        if not inputs.differ(size, unit, args, kwargs):
+            if inputs.awaits_more:
+                self._session.await_call(partial(self._compare, step, size))
+            return
+        level = self._tracker.level
+        if not inputs.started:
+            self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
+            step.shelter()
+            return
+        if self._risen_from is None:
+            self._risen_from = level
+            self.rise(f"in batches of {self._tracker.named(size)} {unit!r} was given different shapes")
+        else:  # it follows from what is in a batch (tokens that are routed, a detector's proposals), and from no size
+            inputs.alone, self._next = True, (self._risen_from, False)
+            self._advisor.announce(
+                f"mimose: what {unit!r} is given follows from no size: they are read where they were"
+            )
+        step.shelter_rest()
 
 
 class _Gate:
@@ -298,7 +286,7 @@ class _Gate:
     def armed(self) -> bool:
         """Whether its calls count now; without gradients (a teacher, a sample that is drawn) nothing is kept."""
         inlets = self._inlets()
-        return inlets is not None and inlets.outside and torch.is_grad_enabled()
+        return inlets is not None and inlets.outside and torch.is_grad_enabled() and not in_backward()
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The handler that takes the place of its forward."""

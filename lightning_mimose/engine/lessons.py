@@ -65,7 +65,7 @@ class Lessons:
 
     def in_vain(self, size: BatchSize) -> bool:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
-        if self._learnt < VAIN_STEPS:
+        if self._learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False
         return len(self._advisor.independent_dims(size)) > MOST_DIMENSIONS
 

@@ -131,12 +131,13 @@ class Running:
             self._inlets.watch(self, step.size, learns=step.learns)
 
     def decide(self, size: BatchSize | None) -> None:
-        """The size of the step that is running is known, and no unit has run yet; None: it cannot be known."""
+        """The size of the step that is running is known, before its units are given tensors; None: it cannot be."""
         step = self.step
         assert step is not None
         self._decisions.settle(step, size)
-        recorder = step.recorder if step.learns and step.sheltered and step.measuring else None
-        self._put_in_force(step, recorder if isinstance(recorder, StepRecorder) else None)
+        records = step.learns and step.sheltered and step.measuring and not step.updating
+        recorder = step.recorder if records and isinstance(step.recorder, StepRecorder) else None
+        self._put_in_force(step, recorder)
         self._metering.decided(step)
 
     def shelter(self) -> None:

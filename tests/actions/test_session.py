@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 
 from lightning_mimose.actions.session import Session
@@ -60,3 +61,45 @@ def test_changed_inputs_are_told_by_their_versions() -> None:
     del gone, tensor
     changed.add_(1)
     assert session.changed_inputs() == {"changed": CHANGES_INPUT}
+
+
+@pytest.mark.parametrize("actions", [{}, {"a": "recompute"}], ids=["nothing to do", "something"])
+def test_who_waits_for_a_call_is_told_once(actions: dict[str, str]) -> None:
+    """A session that was not armed is not armed afterwards, one that was stays so."""
+    session, told = Session(), []
+    session.arm(actions, None)
+    session.await_call(lambda unit, args, kwargs: told.append((unit, args, kwargs)))
+    assert session.armed
+    for _ in range(2):
+        session.called("a", (1,), {"b": 2})
+    assert told == [("a", (1,), {"b": 2})]
+    assert session.armed == bool(actions)
+
+
+def test_a_call_may_be_awaited_again_or_no_more() -> None:
+    """As long as one is awaited units report."""
+    session, told = Session(), []
+
+    def again(unit: str, args: object, kwargs: object) -> None:
+        told.append(unit)
+        session.await_call(again)
+
+    session.arm({}, None)
+    session.await_call(again)
+    session.called("a", (), {})
+    session.called("b", (), {})
+    assert told == ["a", "b"]
+    assert session.armed
+    session.await_none()
+    assert not session.armed
+
+
+def test_what_units_do_from_now_on_they_do() -> None:
+    """Although a call is awaited in a step that had nothing to do."""
+    session = Session()
+    session.arm({}, None)
+    session.await_call(lambda unit, args, kwargs: None)
+    session.act_from_now({"b": "recompute"})
+    session.called("a", (), {})
+    assert session.armed
+    assert session.actions == {"b": "recompute"}

@@ -588,6 +588,37 @@ def test_a_later_call_that_is_larger_than_ever_is_recomputed() -> None:
         assert record.size["2.input_ids:1"] == 120
 
 
+class Routed(nn.Module):
+    """Between blocks, experts take the tokens that their contents send them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Block(32), Block(32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """`x` is batch x tokens x hidden."""
+        x = self.before(x)
+        first = x[..., 0] > 0
+        routed = torch.zeros_like(x)
+        for expert, mask in zip(self.experts, (first, ~first), strict=True):
+            routed = routed.masked_scatter(mask[..., None], expert(x[mask]))
+        x = self.after(x + routed)
+        return SimpleNamespace(loss=functional.cross_entropy(self.head(x.mean(1)), labels))
+
+
+def test_what_follows_from_no_size_is_no_reason_to_read_further_inside() -> None:
+    """It is tried once, and given up for good: batches tell their sizes."""
+    torch.manual_seed(0)
+    with Mimose(Routed(), budget="1GB", units=["before", "experts.?", "after"]) as mimose:
+        for number in range(40):
+            x = torch.randn(4, (16, 24, 32)[number % 3], 32)
+            mimose.step({"x": x, "labels": torch.tensor([0, 1, 0, 1])})
+        assert mimose._advisor.tracker.level == 0
+        assert not any(record.sheltered for record in list(mimose.records)[-10:])
+
+
 class Words(nn.Module):
     """A block that takes texts, and leaves no other block anything to do."""
 
