@@ -1,0 +1,259 @@
+"""Steps that make their inputs themselves, and trainings of them, for `tests/integration/test_sizes_inside.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_mimose import Mimose
+from tests.helpers.fits import condition
+from tests.helpers.meter import PeakMeter
+from tests.helpers.models import TinyText, TinyVision
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+STEPS = 30
+
+
+def texts(chance: random.Random, count: int = 4) -> list[str]:
+    """Words of many lengths."""
+    return ["ab" * chance.randint(4, 48) for _ in range(count)]
+
+
+def tokens(batch: list[str]) -> torch.Tensor:
+    """One number for every letter, padded to the longest."""
+    longest = max(map(len, batch))
+    return torch.tensor([[1 + ord(letter) % 60 for letter in text] + [0] * (longest - len(text)) for text in batch])
+
+
+def classified(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Texts and labels in a dictionary."""
+    loss: torch.Tensor = model(tokens(batch["texts"]), torch.as_tensor(batch["labels"])).loss
+    return loss
+
+
+def samples(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A list of samples, as a loader gives that collates nothing."""
+    return classified(model, {"texts": [text for text, _ in batch], "labels": [label for _, label in batch]})
+
+
+class Encoder(TinyText):
+    """Gives embeddings of texts."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Of batch x tokens, batch x hidden."""
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1)
+
+
+class Towers(nn.Module):
+    """One encoder for questions, and one for answers, or for both."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.questions = Encoder()
+        self.answers = self.questions if shared else Encoder()
+
+
+def contrasted(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Two texts, whose lengths have nothing to do with each other."""
+    questions = model.questions(tokens(batch["questions"]))  # type: ignore[operator]
+    answers = model.answers(tokens(batch["answers"]))  # type: ignore[operator]
+    return functional.cross_entropy(questions @ answers.T, torch.arange(len(questions)))
+
+
+class Pictured(nn.Module):
+    """Looks at a picture, whose size the batch tells, before it reads a text, whose length it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures, self.texts = Backbone(), Encoder()
+        self.head = nn.Linear(40, 2)
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of batch x classes."""
+        x: torch.Tensor = self.head(torch.cat([self.pictures(pixels), self.texts(ids)], 1))
+        return x
+
+
+def described(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Pictures and texts."""
+    return functional.cross_entropy(model(batch["pixels"], tokens(batch["texts"])), torch.as_tensor(batch["labels"]))
+
+
+def resized(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Images of one size, brought to another that only the step knows."""
+    side = int(batch["side"])
+    loss: torch.Tensor = model(functional.interpolate(batch["images"], (side, side)), batch["labels"]).loss
+    return loss
+
+
+class Resizing(TinyVision):
+    """Does so within its forward; its stages are called one by one."""
+
+    def forward(self, images: torch.Tensor, side: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:  # type: ignore[override]
+        """The loss of one batch."""
+        x = self.stem(functional.interpolate(images, (int(side), int(side))))
+        for stage in self.stages:
+            x = stage(x)
+        return SimpleNamespace(loss=functional.cross_entropy(self.head(x.mean((2, 3))), labels))
+
+
+class Padding(nn.Module):
+    """Makes one tensor of a list of images, as detectors do; has no parameters."""
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Each of channels x height x width."""
+        height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+        padded = [functional.pad(each, (0, width - each.shape[2], 0, height - each.shape[1])) for each in images]
+        return torch.stack(padded)
+
+
+class Detector(nn.Module):
+    """Takes images of any sizes in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform, self.backbone = Padding(), Backbone()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: list[torch.Tensor], labels: torch.Tensor) -> SimpleNamespace:
+        """The loss of one batch."""
+        x = self.backbone(self.transform(images))
+        return SimpleNamespace(loss=functional.cross_entropy(self.head(x), labels))
+
+
+class Backbone(TinyVision):
+    """Features of images."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Of batch x channels x height x width, batch x features."""
+        x: torch.Tensor = self.stages(self.stem(pixels)).mean((2, 3))
+        return x
+
+
+def labels_of(chance: random.Random, count: int = 4) -> list[int]:
+    """One for each sample."""
+    return [chance.randrange(2) for _ in range(count)]
+
+
+def squares(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """Images that are all of one size; the side they are brought to is one of four, large ones first and last."""
+    generator = torch.Generator().manual_seed(number)
+    side = 48 if number in (0, STEPS - 1) else chance.choice((16, 24, 32, 48))
+    images = torch.randn(4, 3, 32, 32, generator=generator)
+    return {"images": images, "side": torch.tensor(side), "labels": torch.tensor(labels_of(chance))}
+
+
+def growing(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """The same, small ones until all is learnt."""
+    return squares(chance, number) | {"side": torch.tensor(24 if number < STEPS // 2 else 48)}
+
+
+def lists(chance: random.Random, number: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Images each of its own size."""
+    generator = torch.Generator().manual_seed(number)
+    sides = [(chance.randrange(16, 49, 8), chance.randrange(16, 49, 8)) for _ in range(4)]
+    images = [torch.randn(3, height, width, generator=generator) for height, width in sides]
+    return images, torch.tensor(labels_of(chance))
+
+
+class Case(NamedTuple):
+    """A training.
+
+    Attributes:
+        make: Its model.
+        batch: Its nth batch.
+        loss: Its loss.
+        planned: How many of its steps have to be planned at least.
+        steps: How many there are.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[random.Random, int], Any]
+    loss: Loss
+    planned: int
+    steps: int = STEPS
+
+
+def question_and_answer(chance: random.Random, number: int) -> dict[str, list[str]]:
+    """Two texts for every sample."""
+    return {"questions": texts(chance), "answers": texts(chance)}
+
+
+def pictures_and_texts(chance: random.Random, number: int) -> dict[str, Any]:
+    """The pictures are all of one size."""
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(number))
+    return {"pixels": pixels, "texts": texts(chance), "labels": labels_of(chance)}
+
+
+CASES = {
+    "texts": Case(TinyText, lambda c, n: {"texts": texts(c), "labels": labels_of(c)}, classified, 20),
+    "texts beside tensors": Case(
+        TinyText, lambda c, n: {"texts": texts(c), "labels": torch.tensor(labels_of(c))}, classified, 18
+    ),
+    "samples": Case(TinyText, lambda c, n: list(zip(texts(c), labels_of(c), strict=True)), samples, 20),
+    "two texts, one model": Case(lambda: Towers(shared=True), question_and_answer, contrasted, 12),
+    "two texts, two models": Case(lambda: Towers(shared=False), question_and_answer, contrasted, 12),
+    "pictures and texts": Case(Pictured, pictures_and_texts, described, 16),
+    "resized": Case(TinyVision, squares, resized, 20),
+    "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
+    "growing": Case(TinyVision, growing, resized, 24),
+    "lists of images": Case(Detector, lists, lambda model, batch: model(*batch).loss, 10, 48),
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """For all of its parameters."""
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """As `Mimose.step` makes one."""
+    loss = case.loss(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+class Trained(NamedTuple):
+    """What a training came to."""
+
+    weights: dict[str, torch.Tensor]
+    peaks: list[int]
+    resident_bytes: int
+    records: list[Any]
+
+    def budget(self, share: float) -> int:
+        """The budget at which this share of the activation memory may be used."""
+        return int(self.resident_bytes + share * (max(self.peaks) - self.resident_bytes))
+
+
+def trained(case: Case, budget: int | None = None, **options: Any) -> Trained:
+    """Train, each step on the independent meter."""
+    torch.manual_seed(0)
+    model, chance = case.make(), random.Random(0)
+    optimizer = sgd(model)
+    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=case.loss, **options) if budget else None
+    before, peaks, resident = condition(case.make()), [], 0
+    for number in range(case.steps):
+        batch = case.batch(chance, number)
+        with PeakMeter(model, optimizer, batch) as meter:
+            if mimose is not None:
+                mimose.step(batch)
+            else:
+                plain_step(case, model, optimizer, batch)
+        peaks.append(meter.peak_bytes)
+        resident = max(resident, meter.resident_bytes)
+    if mimose is not None:
+        mimose.close()
+    assert condition(model) == before
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return Trained(weights, peaks, resident, list(mimose.records) if mimose is not None else [])
