@@ -111,6 +111,8 @@ class SizeTracker:
         """How far inside the model sizes are read, 0 for the batch itself: see `engine.inlets`."""
         self.entries = False
         """Whether several calls of the model make a size, see there."""
+        self.ignored: set[str] = set()
+        """Modules whose inputs follow from no size, see there."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[Layout] = []
         self._index: dict[frozenset[str], int] = {}
@@ -232,11 +234,14 @@ class SizeTracker:
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data; `size_fn` is not part of it."""
         layouts = [{"names": x.names, "low": x.low, "high": x.high, "groups": x.groups} for x in self._layouts]
-        return copy.deepcopy({"level": self.level, "entries": self.entries, "kind": self._kind, "layouts": layouts})
+        read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
+        return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, in place of all that was learned here."""
         self.restart(state["level"], state["entries"])
+        self.ignored.clear()
+        self.ignored.update(state["ignored"])
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
         for saved in copy.deepcopy(state["layouts"]):
             layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])

@@ -289,8 +289,10 @@ def test_a_restart_forgets_all_but_where_sizes_are_read() -> None:
     assert (tracker.names, tracker.level, tracker.entries) == ((), 2, True)
     assert tracker.observe_leaves([ONE, TWO]).layout == 0
     restored = SizeTracker()
+    tracker.ignored.add("experts")
     restored.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
     assert (restored.names, restored.level, restored.entries) == (tracker.names, 2, True)
+    assert restored.ignored == {"experts"}
     with pytest.raises(SizeError, match="it shows when the step runs"):
         restored.look(zeros(4, 2))
     assert restored.look({"ids:1": 3}).dims == (("batch", 4), ("ids:1", 3), ("2.ids:1", 30))

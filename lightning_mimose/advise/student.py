@@ -129,7 +129,7 @@ class Student(Forecast):
             self._forget_plans()
 
     def forget(self) -> None:
-        """What is trained has changed: nothing that was measured before holds any more."""
+        """What is trained has changed, or where sizes are read: nothing that was measured before holds any more."""
         self.estimator = Estimator()
         self._forget_plans()
 

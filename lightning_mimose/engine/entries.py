@@ -29,6 +29,10 @@ class Entries:
         """What earlier steps were like is no longer to be compared."""
         self._pairs.clear()
 
+    def __len__(self) -> int:
+        """How many calls the step has made so far, of those that count."""
+        return len(self._leaves)
+
     def add(self, leaves: Sequence[Leaf]) -> bool:
         """The model is called with these tensors; returns whether that call counts."""
         if len(self._leaves) < MOST_ENTRIES:
@@ -40,9 +44,12 @@ class Entries:
         """Whether the shape of what a module was given just now follows from the first call's, as far as is known."""
         pairs = self._pairs.setdefault((len(self._leaves), module), [])
         pair = _first_shape(self._leaves[0]), _first_shape(self._leaves[-1])
-        if pair not in pairs and len(pairs) < MOST_PAIRS:
+        if pair in pairs:
+            return follows(pairs)
+        if len(pairs) < MOST_PAIRS:
             pairs.append(pair)
-        return follows(pairs)
+            return follows(pairs)
+        return follows([*pairs, pair])
 
     def together(self) -> list[Leaf]:
         """The tensors of all calls, those of later ones by the number of the call."""

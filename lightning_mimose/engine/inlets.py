@@ -40,6 +40,9 @@ from lightning_mimose.errors import SizeError
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, is_compiled
 
+MOST_RISES = 2
+"""How often sizes are read further inside for a unit that is not the step's first."""
+
 
 class Sized(Protocol):
     """The step that is running, as far as its size goes."""
@@ -79,9 +82,10 @@ class Inlets:
         around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
         self._gates = {name: model.get_submodule(name) for name in sorted(around)}
         self._patched: list[nn.Module] = []
-        self._inputs = Inputs(units)
-        self._risen_from: int | None = None
-        """Level from which sizes were read further inside for a unit that is not the first."""
+        self._inputs = Inputs(units, self._tracker.ignored)
+        self._risen: tuple[int, str] | None = None
+        """Level from which sizes were read further inside for a unit that is not the first, and what is around that."""
+        self._rises = 0
         self._next: tuple[int, bool] | None = None
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
@@ -125,12 +129,13 @@ class Inlets:
                     self._patched.append(gate)
         return None
 
-    def rise(self, why: str) -> None:
-        """Read sizes further inside from the next step on, if that is possible."""
+    def rise(self, why: str) -> bool:
+        """Read sizes further inside from the next step on; returns whether that is possible."""
         if self._fixed or self._next or (self._tracker.level and self._at_unit):
-            return
+            return False
         self._next = self._tracker.level + 1, False
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
+        return True
 
     def _read_at(self, level: int, entries: bool) -> None:
         self._next = None
@@ -182,8 +187,8 @@ class Inlets:
         Raises:
             SizeError: There was nothing to read its size in.
         """
-        untouched = in_backward and self._blind and not (self._tracker.names or self._session.passed_by)
-        if self._waits and (self._called or untouched):
+        untouched = self._blind and not (self._tracker.names or self._session.passed_by)
+        if self._waits and in_backward and (self._called or untouched):
             raise SizeError(
                 f"There is no tensor in this batch, nor in what the blocks of {self._model} are called with, so its "
                 "size cannot be read. Pass size_fn, a function from the batch to an int or to a mapping of names to "
@@ -258,20 +263,37 @@ class Inlets:
             if inputs.awaits_more:
                 self._session.await_call(partial(self._compare, step, size))
             return
-        level = self._tracker.level
+        told = f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes"
         if not inputs.started:
-            self.rise(f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes")
+            self.rise(told)
             step.shelter()
-            return
-        if self._risen_from is None:
-            self._risen_from = level
-            self.rise(f"in batches of {self._tracker.named(size)} {unit!r} was given different shapes")
-        else:  # it follows from what is in a batch (tokens that are routed, a detector's proposals), and from no size
-            inputs.alone, self._next = True, (self._risen_from, False)
-            self._advisor.announce(
-                f"mimose: what {unit!r} is given follows from no size: they are read where they were"
-            )
-        step.shelter_rest()
+        elif self._is_cured_of(unit, told):
+            step.shelter_rest()
+        else:
+            inputs.take(unit)
+            self._session.await_call(partial(self._compare, step, size))
+
+    def _is_cured_of(self, unit: str, told: str) -> bool:
+        """A unit that is not the first is given other shapes than before; whether sizes will be read elsewhere for it.
+
+        What it is given may follow from what is in a batch (tokens that are routed, a detector's proposals), and from
+        no size at all: then to read them further inside does not help.
+        """
+        tracker, around = self._tracker, self._inputs.around(unit)
+        if tracker.level and len(self._entries) > 1:  # it is in a later call of the model
+            self._next = tracker.level, True
+            self._advisor.announce(f"mimose: {told}: all inputs of the model's calls are read from now on")
+            return True
+        if self._risen is None and self._rises < MOST_RISES and self.rise(told):
+            self._risen = tracker.level, around
+            self._rises += 1
+            return True
+        tracker.ignored.add(around)
+        if self._risen is not None and self._risen[1] == around:
+            self._next, self._risen = (self._risen[0], False), None
+            self._advisor.announce(f"mimose: {told} all the same: sizes are read where they were")
+            return True
+        return False
 
 
 class _Gate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_mimose.engine.arguments import first_tensor
@@ -21,18 +21,16 @@ class Inputs:
 
     Args:
         units: All units; what is called inside a unit says no more.
-
-    Attributes:
-        alone: Whether only the first unit of a step is compared.
+        ignored: Modules around units whose first one is not compared unless it is the step's first.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], ignored: Collection[str]) -> None:
         self._around = {unit.name: unit.name.rpartition(".")[0] for unit in units if unit.parent < 0}
         self._known: dict[int, int] = {}
         self._compared: set[str] = set()
         self._awaited: set[str] | None = None
         self._seen: set[str] = set()
-        self.alone = False
+        self._ignored = ignored
 
     def forget(self) -> None:
         """Sizes mean something else from now on."""
@@ -42,8 +40,12 @@ class Inputs:
     def begin(self, *, learns: bool) -> None:
         """A step begins; all calls of one that learns are looked at, and while nothing is known of which to look at."""
         everything = learns or not self._compared
-        self._awaited = None if everything and not self.alone else set(self._compared)
+        self._awaited = None if everything else set(self._compared)
         self._seen.clear()
+
+    def around(self, unit: str) -> str:
+        """The module that an outermost unit is right inside of."""
+        return self._around[unit]
 
     @property
     def started(self) -> bool:
@@ -60,15 +62,20 @@ class Inputs:
         around, tensor = self._around.get(unit), first_tensor([*args, *kwargs.values()])
         if tensor is None or around is None or around in self._seen:
             return False
-        if self._awaited is None:
+        if self._awaited is None and around not in self._ignored:
             self._compared.add(unit)
-        counts = not self._seen or (unit in self._compared and not self.alone)
+        counts = not self._seen or (unit in self._compared and around not in self._ignored)
         if counts and not self._is_known(size, unit, tuple(tensor.shape)):
             return True
+        self.take(unit)
+        return False
+
+    def take(self, unit: str) -> None:
+        """Nothing more is to be compared of the module around a unit in this step."""
+        around = self._around[unit]
         self._seen.add(around)
         if self._awaited:
             self._awaited = {other for other in self._awaited if self._around[other] != around}
-        return False
 
     def _is_known(self, size: BatchSize, unit: str, shape: tuple[int, ...]) -> bool:
         if len(self._known) >= KNOWN_INPUTS:

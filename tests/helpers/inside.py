@@ -83,6 +83,23 @@ class Pictured(nn.Module):
         return x
 
 
+class Expert(Pictured):
+    """Sends what it has seen and read to one of two experts, by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 40)) for _ in range(2))
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of batch x classes."""
+        x = torch.cat([self.pictures(pixels), self.texts(ids)], 1)
+        first, routed = torch.rand(len(x)) > 0.5, torch.zeros_like(x)
+        for expert, chosen in zip(self.experts, (first, ~first), strict=True):
+            routed = routed.masked_scatter(chosen[:, None], expert(x[chosen]))
+        out: torch.Tensor = self.head(x + routed)
+        return out
+
+
 def described(model: nn.Module, batch: Any) -> torch.Tensor:
     """Pictures and texts."""
     return functional.cross_entropy(model(batch["pixels"], tokens(batch["texts"])), torch.as_tensor(batch["labels"]))
@@ -174,6 +191,7 @@ class Case(NamedTuple):
         loss: Its loss.
         planned: How many of its steps have to be planned at least.
         steps: How many there are.
+        units: What is planned; None finds it.
     """
 
     make: Callable[[], nn.Module]
@@ -181,6 +199,7 @@ class Case(NamedTuple):
     loss: Loss
     planned: int
     steps: int = STEPS
+    units: tuple[str, ...] | None = None
 
 
 def question_and_answer(chance: random.Random, number: int) -> dict[str, list[str]]:
@@ -194,6 +213,11 @@ def pictures_and_texts(chance: random.Random, number: int) -> dict[str, Any]:
     return {"pixels": pixels, "texts": texts(chance), "labels": labels_of(chance)}
 
 
+def answers_that_vary_late(chance: random.Random, number: int) -> dict[str, list[str]]:
+    """All of one length until all is learnt."""
+    return {"questions": texts(chance), "answers": ["ab" * (20 if number < 14 else chance.randint(20, 90))] * 4}
+
+
 CASES = {
     "texts": Case(TinyText, lambda c, n: {"texts": texts(c), "labels": labels_of(c)}, classified, 20),
     "texts beside tensors": Case(
@@ -203,6 +227,10 @@ CASES = {
     "two texts, one model": Case(lambda: Towers(shared=True), question_and_answer, contrasted, 12),
     "two texts, two models": Case(lambda: Towers(shared=False), question_and_answer, contrasted, 12),
     "pictures and texts": Case(Pictured, pictures_and_texts, described, 16),
+    "answers that vary late": Case(lambda: Towers(shared=True), answers_that_vary_late, contrasted, 18, 40),
+    "pictures, texts and experts": Case(
+        Expert, pictures_and_texts, described, 16, units=("pictures.stages.?", "texts.layers.?", "experts.?")
+    ),
     "resized": Case(TinyVision, squares, resized, 20),
     "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
     "growing": Case(TinyVision, growing, resized, 24),
@@ -236,12 +264,12 @@ class Trained(NamedTuple):
         return int(self.resident_bytes + share * (max(self.peaks) - self.resident_bytes))
 
 
-def trained(case: Case, budget: int | None = None, **options: Any) -> Trained:
+def trained(case: Case, budget: int | None = None) -> Trained:
     """Train, each step on the independent meter."""
     torch.manual_seed(0)
     model, chance = case.make(), random.Random(0)
     optimizer = sgd(model)
-    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=case.loss, **options) if budget else None
+    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=case.loss, units=case.units) if budget else None
     before, peaks, resident = condition(case.make()), [], 0
     for number in range(case.steps):
         batch = case.batch(chance, number)
