@@ -11,12 +11,17 @@ from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.session import Session
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward in it is a region's (or a checkpoint of the user's) once more."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def out_of_reach(name: str, session: Session) -> bool:
     """Whether a call is no business of the plan's: it is in somebody else's transform, region or recomputation."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True  # torch.func refuses saved-tensor hooks
-    if torch._C._current_graph_task_id() != -1:
-        return True  # a forward inside a backward pass runs a region again, which must save what it saved before
+    if in_backward():
+        return True  # such a forward must save what it saved before
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return True  # torch.autograd.graph.disable_saved_tensors_hooks
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_mimose.dims import Leaf, leaves_of
@@ -40,10 +39,14 @@ def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def has_tensors(value: Any) -> bool:
     """Whether there are tensors in it."""
+    return bool(_leaves(value))
+
+
+def _leaves(value: Any) -> list[Leaf]:
     try:
-        return bool(leaves_of(value))
+        return leaves_of(value)
     except SizeError:
-        return False
+        return []
 
 
 def leaves_in(given: Mapping[str, Any]) -> list[Leaf]:
@@ -54,10 +57,7 @@ def leaves_in(given: Mapping[str, Any]) -> list[Leaf]:
         >>> leaves_in({"ids": torch.zeros(2, 3), "scale": torch.tensor(1.0), "name": "a"})
         [('ids', torch.Size([2, 3])), ('scale', torch.Size([]))]
     """
-    try:
-        leaves = leaves_of(given)
-    except SizeError:
-        return []
+    leaves = _leaves(given)
     return leaves if any(shape for _, shape in leaves) else []
 
 
@@ -76,8 +76,3 @@ def first_tensor(values: Iterable[Any]) -> Tensor | None:
     """The first tensor; None where there is none, or a nested one, which has no shape in whole numbers."""
     first = next((each for each in values if isinstance(each, Tensor)), None)
     return None if first is None or first.is_nested else first
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward, in which a checkpoint of the user's runs a forward again."""
-    return torch._C._current_graph_task_id() != -1

@@ -45,11 +45,12 @@ class Entries:
         pairs = self._pairs.setdefault((len(self._leaves), module), [])
         pair = _first_shape(self._leaves[0]), _first_shape(self._leaves[-1])
         if pair in pairs:
-            return follows(pairs)
+            return True
+        if not follows([*pairs, pair]):
+            return False
         if len(pairs) < MOST_PAIRS:
             pairs.append(pair)
-            return follows(pairs)
-        return follows([*pairs, pair])
+        return True
 
     def together(self) -> list[Leaf]:
         """The tensors of all calls, those of later ones by the number of the call."""
@@ -71,7 +72,7 @@ def follows(pairs: Sequence[tuple[Shape, Shape]]) -> bool:
     """
     if len({(len(first), len(second)) for first, second in pairs}) > 1:
         return False
-    firsts, seconds = zip(*(pair for pair in pairs), strict=True)
+    firsts, seconds = zip(*pairs, strict=True)
     return all(
         max(values) == min(values) or any(_on_a_line(axis, values) for axis in zip(*firsts, strict=True))
         for values in zip(*seconds, strict=True)

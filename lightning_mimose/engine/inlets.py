@@ -29,11 +29,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_mimose.actions.foreign import in_backward
 from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
-from lightning_mimose.engine.arguments import has_lists, has_tensors, in_backward, leaves_in, named, positional_names
+from lightning_mimose.engine.arguments import has_lists, has_tensors, leaves_in, named, positional_names
 from lightning_mimose.engine.entries import Entries
 from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
@@ -78,6 +79,7 @@ class Inlets:
         self._advisor, self._tracker, self._session, self._fixed = advisor, advisor.tracker, session, fixed
         self._model = type(model).__name__
         self._modules = {unit.name: unit.module for unit in units}
+        self._names: dict[str, Sequence[str]] = {}
         outermost = [unit.name for unit in units if unit.parent < 0]
         around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
         self._gates = {name: model.get_submodule(name) for name in sorted(around)}
@@ -119,7 +121,7 @@ class Inlets:
                 f"mimose: there is no tensor in this batch, a {type(batch).__name__}: sizes are read where the model "
                 "is called"
             )
-        self._blind = not has_tensors(batch)
+        self._blind = not (self._tracker.names or has_tensors(batch))
         if not self._patched:
             for name, gate in self._gates.items():
                 # One module may have several names, and a list of blocks is not called.
@@ -187,7 +189,7 @@ class Inlets:
         Raises:
             SizeError: There was nothing to read its size in.
         """
-        untouched = self._blind and not (self._tracker.names or self._session.passed_by)
+        untouched = self._blind and not self._session.passed_by
         if self._waits and in_backward and (self._called or untouched):
             raise SizeError(
                 f"There is no tensor in this batch, nor in what the blocks of {self._model} are called with, so its "
@@ -221,7 +223,9 @@ class Inlets:
             self._session.await_call(self._unit_is_called)
             return
         module = self._modules[unit]
-        given = named(positional_names(type(module).forward), args, kwargs)
+        if unit not in self._names:
+            self._names[unit] = positional_names(type(module).forward)
+        given = named(self._names[unit], args, kwargs)
         self._called = True
         # One without parameters that is given lists makes the model's inputs of them.
         leaves = leaves_in(given)

@@ -218,8 +218,9 @@ class Lessons:
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
-            if (self._advisor.tracker.level, self._advisor.tracker.entries) != self._read_at:
-                self._read_at, self._learnt = (self._advisor.tracker.level, self._advisor.tracker.entries), 0
+            read_at = self._advisor.tracker.level, self._advisor.tracker.entries
+            if read_at != self._read_at:
+                self._read_at, self._learnt = read_at, 0
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
                 self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from lightning_mimose import Mimose
 from tests.helpers.fits import condition
+from tests.helpers.loops import Loss, plain_step
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, TinyVision
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 STEPS = 30
 
 
@@ -243,14 +243,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    """As `Mimose.step` makes one."""
-    loss = case.loss(model, batch)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 class Trained(NamedTuple):
     """What a training came to."""
 
@@ -277,7 +269,7 @@ def trained(case: Case, budget: int | None = None) -> Trained:
             if mimose is not None:
                 mimose.step(batch)
             else:
-                plain_step(case, model, optimizer, batch)
+                plain_step(model, optimizer, batch, case.loss)
         peaks.append(meter.peak_bytes)
         resident = max(resident, meter.resident_bytes)
     if mimose is not None:

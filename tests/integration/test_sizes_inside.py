@@ -26,12 +26,12 @@ from tests.helpers.inside import (
     STEPS,
     classified,
     labels_of,
-    plain_step,
     sgd,
     texts,
     tokens,
     trained,
 )
+from tests.helpers.loops import plain_step
 from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Block, Task, TinyText, loader, quiet_trainer
 
@@ -168,7 +168,7 @@ def test_on_an_accelerator_that_is_played(name: str, monkeypatch: pytest.MonkeyP
                 if mimose is not None:
                     mimose.step(batch)
                 else:
-                    plain_step(case, model, optimizer, batch)
+                    plain_step(model, optimizer, batch, case.loss)
             if mimose is not None:
                 mimose.close()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
