@@ -218,6 +218,7 @@ class Candidate:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
             stack.enter_context(running_again())
+            stack.enter_context(_casts_not_cached())
             stack.enter_context(_without_forward_hooks(modules))
             stack.enter_context(left_alone(modules))
             if lean is not None:
@@ -243,6 +244,17 @@ class Candidate:
                     put_back([*before, *(appeared(modules, before) if everything else ())])
         if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
             trial.reasons.setdefault(self.unit, CHANGES_INPUT)
+
+
+@contextmanager
+def _casts_not_cached() -> Iterator[None]:
+    """What autocast makes of weights in a trial goes with it: cached, it would be there before the unit itself runs."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

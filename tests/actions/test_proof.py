@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mimose.actions.proof import DIFFERS, WRITES_PARAMETERS, prove
 from lightning_mimose.actions.state import WrittenState
@@ -53,6 +55,28 @@ def test_nothing_is_left_of_it(kind: type[Base]) -> None:
     assert torch.equal(x, given)
     assert x.grad is None
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_no_cast_of_it_stays_in_autocasts_cache() -> None:
+    """It would be there before the unit itself runs, in steps with a trial and in no others; the cache works on."""
+    module, x = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH, requires_grad=True)
+    casts: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default:
+                casts.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    with torch.autocast("cpu", torch.bfloat16), Watch():
+        assert tried(module, x) == {}
+        assert casts
+        assert all(ref() is None for ref in casts)
+        assert torch.is_autocast_cache_enabled()
+        casts.clear()
+        assert module(x).dtype == torch.bfloat16
+        assert any(ref() is not None for ref in casts)
 
 
 @pytest.mark.parametrize(
