@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "cores": torch.get_num_threads(),
         "memory_bytes": device_memory(torch.device("cpu")).total_bytes,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "system": f"{platform.system()} {platform.machine()}",
     }
 

@@ -7,7 +7,6 @@ order is shuffled for every batch of every repeat, and dropout has the same seed
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mimose.bench.alternatives import PLAIN, Alternative
+from lightning_mimose.bench.digest import digest
 from lightning_mimose.bench.entries import Ask, Entry, Raced
 from lightning_mimose.bench.figures import Measured
 from lightning_mimose.bench.meter import meter_of
@@ -154,7 +154,7 @@ def _start(entry: Entry, case: Case, progress: Progress) -> None:
     with runner.present():
         for index, batch in enumerate(case.work.batches):
             epoch.append(_metered(runner, batch, index, entry.measured))
-            entry.measured.gradients.append(_digest(runner.model))
+            entry.measured.gradients.append(digest(runner.model))
             progress.advance()
     entry.measured.peaks_bytes.append(epoch)
 
@@ -178,9 +178,10 @@ def _peaks(entry: Entry, batch: Any, seed: int) -> None:
 
 def _last_peaks(entry: Entry, batch: Any, seed: int) -> None:
     """The gradients are looked at once more: by now whoever plans has planned."""
-    _peaks(entry, batch, seed)
     assert entry.runner is not None
-    entry.measured.gradients.append(_digest(entry.runner.model))
+    with entry.runner.present():
+        entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
+        entry.measured.gradients.append(digest(entry.runner.model))
 
 
 def _seconds(entry: Entry, batch: Any, seed: int) -> None:
@@ -205,7 +206,8 @@ def _metered(runner: Runner, batch: Any, seed: int, measured: Measured) -> int:
     if isinstance(runner, MimoseRunner):
         last = runner.mimose.records[-1]
         measured.sheltered_steps = (measured.sheltered_steps or 0) + last.sheltered
-        if last.predicted_peak_bytes is not None:
+        # The meter sees the attempt that failed, too, of which nothing was predicted.
+        if last.predicted_peak_bytes is not None and not last.retried:
             # On an accelerator the package counts what lies there besides, and the meter does not.
             besides = last.resident_bytes - meter.resident_bytes if runner.case.device.type != "cpu" else 0
             measured.predictions.append((last.predicted_peak_bytes - besides, meter.peak_bytes))
@@ -221,7 +223,7 @@ def _count(entry: Entry, work: Work, progress: Progress) -> None:
     for index, batch in enumerate(work.batches):
         torch.manual_seed(index)
         try:
-            with runner.present(), FlopCounterMode(display=False) as counter:
+            with runner.present(capped=False), FlopCounterMode(display=False) as counter:
                 runner.step(batch)
         except Exception as error:  # counting runs other kernels than training: what they need refuses nobody
             runner.notes.append(f"Its operations were not counted: {say(error)[:200]}")
@@ -278,15 +280,3 @@ def _plain_peaks(work: Work, device: torch.device) -> tuple[list[int], int]:
     except Exception as error:
         raise _no_plain_run(work, error) from error
     return peaks, resident_bytes
-
-
-def _digest(model: torch.nn.Module) -> str:
-    """A digest of all gradients, bit for bit."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            digest.update(b"none")
-        else:
-            gradient = parameter.grad.detach().to_dense().contiguous().cpu()
-            digest.update(gradient.view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

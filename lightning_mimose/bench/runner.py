@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +98,12 @@ class Runner:
         self.optimizer.step()
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """On an accelerator, brings everything there and takes it away again: others must find its memory empty."""
+    def present(self, *, capped: bool = True) -> Iterator[None]:
+        """On an accelerator, brings everything there and takes it away again: others must find its memory empty.
+
+        Args:
+            capped: Whether one that caps what may be allocated does so.
+        """
         if self.case.device.type == "cpu":
             yield
             return
@@ -117,7 +121,9 @@ class Runner:
         steps = {id(values["step"]) for values in self.optimizer.state.values() if "step" in values}  # kept on the host
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for tensor in (*parameters, *self.model.buffers(), *gradients, *(t for t in state if id(t) not in steps)):
-            tensor.data = tensor.data.to(device)
+            there = torch.empty_like(tensor.data, device=device, pin_memory=device.type == "cpu")
+            tensor.data = there.copy_(tensor.data, non_blocking=True)
+        synchronize(self.case.device)
 
     def remarks(self) -> list[str]:
         """What a reader must know, once everything has run."""
@@ -152,22 +158,27 @@ class MimoseRunner(Runner):
             **options,
         )
         self._cap = ReservedCap(case.device, budget_bytes)
-        if case.device.type == "cuda":
+        if case.device.type == "cuda":  # not its own cap: that one is in force until it is closed
             torch.cuda.set_per_process_memory_fraction(1.0, case.device)
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """With the cap."""
-        with super().present():
-            self._cap.apply()
-            try:
-                yield
-            finally:
-                self._cap.restore()
+    def present(self, *, capped: bool = True) -> Iterator[None]:
+        """With the cap, or without it where kernels run that training does not."""
+        with super().present(), ExitStack() as stack:
+            if capped:
+                stack.callback(self._cap.restore)
+                self._cap.apply()
+            yield
 
     def step(self, batch: Any) -> None:
         """One step inside the budget."""
         self.mimose.step(batch)
+
+    def remarks(self) -> list[str]:
+        """With how often it ran out of memory; such steps are in the columns like others."""
+        again = sum(record.retried for record in self.mimose.records)
+        ran = [f"{again} of {len(self.mimose.records)} steps ran out of memory and ran again."] if again else []
+        return [*super().remarks(), *ran]
 
     def close(self) -> None:
         """Leave the model as it was."""

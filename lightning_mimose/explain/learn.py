@@ -281,8 +281,9 @@ def _trusted(advisor: Advisor, batch: Any) -> bool:
 
 def training_device() -> torch.device:
     """The accelerator there is, else the CPU."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device if device is not None and device.type == "cuda" else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())  # parts of torch want to be told which one
+    return torch.device("cpu")
 
 
 def _words(size: Mapping[str, int]) -> str:
