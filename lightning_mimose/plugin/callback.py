@@ -202,9 +202,10 @@ class MimoseCallback(Callback):
             return
         self._metrics = StepMetrics()
         engine = self._open(trainer, pl_module, self.budget)
+        where = engine.memory.description.rstrip(",")  # where it tells of neighbours, it ends in one
         tell(
-            f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on "
-            f"{engine.memory.description}, {len(engine.units)} units found"
+            f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on {where}, "
+            f"{len(engine.units)} units found"
         )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: AnyBudget) -> Engine:
