@@ -18,8 +18,9 @@ FRAGMENTATION_SHARE = 0.01
 """Share of the budget by which that has to fall for plans to be made anew."""
 MUCH_LARGER = 1.5
 """A step that is so many times as large as all before shows anew how much of it there is."""
-MOST_GROWTH, MOST_FRAGMENTED = 1.5, 0.15
-"""How much more of it than was seen, and what share of the budget, is reckoned with at most."""
+MOST_GROWTH, MOST_FRAGMENTED, MOST_PROVEN = 1.5, 0.15, 0.3
+"""How much more of it than was seen, and what share of the budget, is reckoned with at most; and what share where the
+allocator has failed for it, after it had given back what lay in no tensor's way."""
 OUT_OF_MEMORY_SHARE = 0.05
 """Share of the budget that is kept free after the device ran out of memory under a plan that should have fitted."""
 
@@ -50,6 +51,7 @@ class Misses:
         self.verified = 0
         self.left_free_bytes = 0
         self._largest_measured_bytes = self._seen_bytes = 0
+        self._most_share = MOST_FRAGMENTED
         self._missed = False
         self._relapses = 0
 
@@ -74,10 +76,9 @@ class Misses:
     def compare(self, predicted_bytes: int, measured_bytes: int) -> None:
         """Hold a planned step's peak against its prediction."""
         missed = measured_bytes - predicted_bytes
-        if missed > 0:
-            self.surplus_bytes = max(missed, self.surplus_bytes)
-        else:
+        if missed <= MISSED_SHARE * predicted_bytes:  # as predicted, give or take little: it did without the rest
             self.fade()
+        self.surplus_bytes = max(missed, self.surplus_bytes)
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
             self._relapses = min(self._relapses + (self._missed and self.verified >= HELD), MOST_RELAPSES)
@@ -106,12 +107,14 @@ class Misses:
     def ran_out(self, requested_peak_bytes: int, reserved_bytes: int, budget_bytes: int) -> None:
         """The allocator failed: what it had reserved by then and was not asked for, it could not use."""
         self._largest_measured_bytes = max(self._largest_measured_bytes, requested_peak_bytes)
-        self._fragmented(max(self._seen_bytes, reserved_bytes - requested_peak_bytes), budget_bytes)
+        proven_bytes = reserved_bytes - requested_peak_bytes
+        self._most_share = max(self._most_share, min(MOST_PROVEN, proven_bytes / budget_bytes))
+        self._fragmented(max(self._seen_bytes, proven_bytes), budget_bytes)
 
     def _fragmented(self, seen_bytes: int, budget_bytes: int) -> bool:
         before, self._seen_bytes = self.fragmentation_bytes, seen_bytes
         grows = min(MOST_GROWTH, max(1.0, budget_bytes / max(1, self._largest_measured_bytes)))
-        self.fragmentation_bytes = int(min(grows * seen_bytes, MOST_FRAGMENTED * budget_bytes))
+        self.fragmentation_bytes = int(min(grows * seen_bytes, self._most_share * budget_bytes))
         self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
         little = FRAGMENTATION_SHARE * budget_bytes
         return not before - little <= self.fragmentation_bytes <= 1.05 * before

@@ -109,3 +109,23 @@ def test_what_comes_back_after_predictions_had_held_is_remembered_for_longer() -
         for _ in range(30):
             misses.compare(1000, 1000)
     assert misses.kept_free_bytes > 50
+
+
+def test_a_step_that_came_out_as_predicted_did_without_what_was_kept_free() -> None:
+    """Also where it was a little above: that much is kept free."""
+    misses = Misses()
+    misses.out_of_memory(10_000)
+    for _ in range(60):
+        misses.compare(8000, 8020)
+    assert misses.kept_free_bytes == 20
+
+
+def test_an_allocator_that_failed_has_shown_how_fragmented_it_is() -> None:
+    """What it held in steps that went well may be left from others, and is believed up to a bound only."""
+    misses = Misses()
+    misses.held(8000, 11_000, 10_000)
+    assert misses.kept_free_bytes == 1500
+    misses.ran_out(8000, 10_000, 10_000)
+    assert misses.kept_free_bytes == 2000
+    misses.ran_out(2000, 10_000, 10_000)
+    assert misses.kept_free_bytes == 3000
