@@ -13,6 +13,7 @@ from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LE
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.misses import MISSED_SHARE
+from lightning_mimose.predict.pace import operations_of
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -128,9 +129,24 @@ class Student(Forecast):
         if self.owns_allocator and self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
             self._forget_plans()
 
+    def learn_pace(self, size: BatchSize, actions: Mapping[str, str], seconds: float) -> None:
+        """Learn how long a planned step took; plans that weighed operations quite differently are made anew.
+
+        Args:
+            size: The batch's size.
+            actions: Unit -> what it did.
+            seconds: From the start of the forward to the end of backward, on the device.
+        """
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None or not self.owns_allocator:  # other jobs run on the device meanwhile
+            return
+        if self.estimator.pace.add(operations_of(prediction.structure, prediction.values, actions), seconds):
+            self._forget_plans()
+
     def forget(self) -> None:
         """What is trained has changed, or where sizes are read: nothing that was measured before holds any more."""
-        self.estimator = Estimator()
+        pace, self.estimator = self.estimator.pace, Estimator()
+        self.estimator.pace = pace  # the device's, whatever is trained
         self._forget_plans()
 
     def leave_out(self, units: set[str]) -> None:

@@ -139,7 +139,9 @@ class Engine:
             self.tenancy,
             Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None,
         )
-        self._lessons = Lessons(model, self.advisor, self.session, self.ledger, self._update, self._refuser)
+        self._lessons = Lessons(
+            model, self.advisor, self.session, self.ledger, self._update, self._refuser, self.device
+        )
         self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
         self.running = Running(
             self.device,

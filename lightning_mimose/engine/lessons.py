@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from lightning_mimose.actions.session import Session
@@ -15,7 +16,9 @@ from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
 from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.laps import Laps
 from lightning_mimose.measure.observe import observe
+from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
@@ -41,6 +44,10 @@ class Lessons:
         ledger: What is resident.
         update: What updates need.
         refuser: Refuses what broke the budget under the most saving plan.
+        device: Where the steps run.
+
+    Attributes:
+        laps: Times planned steps on an accelerator, forward and backward: size and actions of each.
     """
 
     def __init__(
@@ -51,9 +58,11 @@ class Lessons:
         ledger: ResidentLedger,
         update: UpdateReserve,
         refuser: Refuser,
+        device: torch.device,
     ) -> None:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
+        self.laps: Laps[tuple[BatchSize, dict[str, str]]] = Laps(device)
         self._warned = self._unreached = self._told_apart = False
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
@@ -86,6 +95,7 @@ class Lessons:
             return
         if isinstance(step.recorder, StepRecorder):
             step.recorder.mark("step", "end")
+        self._take_time(step)
         trace, step.recorder = step.recorder.stop(), None
         self._session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
         if step.gradients is not None:
@@ -133,6 +143,14 @@ class Lessons:
                 f"mimose: batch {step.batch_idx} called {_named(self._session.met)}, of which its plan knew "
                 "nothing; the next steps are measured, to learn what that takes"
             )
+
+    def _take_time(self, step: Step) -> None:
+        if isinstance(step.recorder, PeakRecorder):
+            usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
+            if usual and step.in_backward:
+                self.laps.stop((step.size, dict(step.actions)))
+            for (size, actions), seconds in self.laps.over():
+                self._advisor.learn_pace(size, actions, seconds)
 
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1

@@ -24,7 +24,8 @@ MEASURE_BOUNDED_EVERY = 10
 LEARNING_STEPS = 8
 """Steps without a size that are recorded as if they were to be sheltered, since the last one that was."""
 WATCHED_STEPS = 20
-"""Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
+"""Planned steps in whose forward the units' inputs are followed, besides those that are measured; and, on an
+accelerator, that are timed, besides every `MEASURE_EVERY`th."""
 
 
 class Metering:
@@ -112,6 +113,8 @@ class Metering:
             step.measuring = True
             step.recorder.start()
             if isinstance(step.recorder, PeakRecorder):
+                if self.planned < WATCHED_STEPS or self.planned % MEASURE_EVERY == 0:
+                    self._lessons.laps.start()
                 step.began_bytes = step.recorder.lasting_bytes
             elif self._is_free:
                 step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)

@@ -34,6 +34,10 @@ class Clock:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
+    def has_come(self, point: Any) -> bool:
+        """Whether the device has come to a point of time: who asks for seconds before that waits."""
+        return self._device is None or bool(point.query())
+
     def seconds_between(self, began: Any, ended: Any) -> float:
         """Seconds between two of them; waits until the device has come to the second."""
         if self._device is None:

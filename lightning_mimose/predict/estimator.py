@@ -19,6 +19,7 @@ from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.observed import Observed
+from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure
 
@@ -64,6 +65,7 @@ class Estimator:
         self.observed = Observed()
         self.fits = Fits()
         self._rate: float | None = None
+        self.pace = Pace()
         self._proven: dict[str, int] = {}
         self._compared: dict[str, int] = {}
 
@@ -241,8 +243,10 @@ class Estimator:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.
 
         Recomputations are measured beside a profiler and modes that count, which take as long for the operations of a
-        small batch as for those of a large one.
+        small batch as for those of a large one. Where whole steps were timed without them, that is what counts.
         """
+        if self.pace.seconds_per_operation is not None:
+            return self.pace.seconds_per_operation
         if self._rate is None:
             seconds = operations = 0.0
             for structure, known in self.observed.sizes.items():

@@ -183,6 +183,10 @@ class Event:
     def record(self, stream: None) -> None:
         self._at = time.perf_counter()
 
+    def query(self) -> bool:
+        self._reached = self._at is not None
+        return self._reached
+
     def synchronize(self) -> None:
         self._reached = self._at is not None
 

@@ -1,0 +1,52 @@
+"""Times of steps on an accelerator, which is not waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_mimose.measure.laps import MOST_WAITING, Laps
+from tests.helpers.allocator import Event, play
+
+CPU = torch.device("cpu")
+
+
+def test_what_the_device_has_not_come_to_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step once, in order; nothing is waited for."""
+    play(monkeypatch)
+    reached: set[int] = set()
+    ends: list[Event] = []
+    monkeypatch.setattr(Event, "query", lambda self: ends.index(self) in reached)
+    laps: Laps[str] = Laps(CPU)
+    for name in ("one", "two"):
+        laps.start()
+        laps.stop(name)
+        ends.append(laps._waiting[-1][1])
+    assert list(laps.over()) == []
+    reached.add(0)
+    assert [name for name, _ in laps.over()] == ["one"]
+    assert list(laps.over()) == []
+    reached.add(1)
+    told = list(laps.over())
+    assert [name for name, _ in told] == ["two"]
+    assert all(seconds >= 0 for _, seconds in told)
+
+
+def test_a_step_that_has_not_begun_is_not_timed() -> None:
+    """Nor one whose time nobody wanted, with the next."""
+    laps: Laps[str] = Laps(CPU)
+    laps.stop("never began")
+    assert list(laps.over()) == []
+
+
+def test_a_device_that_never_comes_to_an_end_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are let go of."""
+    play(monkeypatch)
+    monkeypatch.setattr(Event, "query", lambda self: False)
+    laps: Laps[int] = Laps(CPU)
+    for step in range(3 * MOST_WAITING):
+        laps.start()
+        laps.stop(step)
+    monkeypatch.undo()
+    monkeypatch.setattr(Event, "query", lambda self: True)
+    assert len(laps._waiting) == MOST_WAITING
