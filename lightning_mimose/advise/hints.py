@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mimose.budget import format_bytes
+from lightning_mimose.measure.cap import expands_segments
 from lightning_mimose.measure.resident import works_in_groups
 from lightning_mimose.predict.structure import Structure
 
@@ -61,8 +61,7 @@ def allocator_hint(fragmentation_bytes: int, budget_bytes: int) -> str | None:
     Returns:
         Advice; None where it is little, or where the advice was followed.
     """
-    told = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if fragmentation_bytes < FRAGMENTED_SHARE * budget_bytes or "expandable_segments:True" in told:
+    if fragmentation_bytes < FRAGMENTED_SHARE * budget_bytes or expands_segments():
         return None
     return (
         f"The device's allocator holds up to {format_bytes(fragmentation_bytes)} of the budget beyond what tensors ask "
