@@ -26,6 +26,7 @@ from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.parts import plain_parts, storages_in
+from lightning_mimose.units import is_compiled
 
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
@@ -218,7 +219,8 @@ class Candidate:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
             stack.enter_context(running_again())
-            stack.enter_context(_casts_not_cached())
+            if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not any(map(is_compiled, modules)):
+                stack.enter_context(_casts_not_cached())  # compiled code would be compiled again for it
             stack.enter_context(_without_forward_hooks(modules))
             stack.enter_context(left_alone(modules))
             if lean is not None:

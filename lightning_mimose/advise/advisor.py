@@ -21,7 +21,7 @@ from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.ample import Bounds
-from lightning_mimose.predict.estimator import Prediction
+from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.fit import USABLE_ERROR
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -211,9 +211,9 @@ class Advisor(Student):
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self._shelter_only.add(size)
 
-    def forget(self) -> None:
+    def forget(self, known: Estimator | None = None) -> None:
         """See `Student`."""
-        super().forget()
+        super().forget(known)
         self._shelter_only.clear()
         self.bounds = Bounds()
 

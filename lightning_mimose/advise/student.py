@@ -13,7 +13,7 @@ from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LE
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.misses import MISSED_SHARE
-from lightning_mimose.predict.pace import operations_of
+from lightning_mimose.predict.pace import CHANGED, operations_of
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -21,7 +21,13 @@ STATE_VERSION = 14
 
 
 class Student(Forecast):
-    """Takes in what measured steps teach; for arguments see `Forecast`."""
+    """Takes in what measured steps teach; for arguments see `Forecast`.
+
+    Attributes:
+        forgotten: How many times all that was measured was forgotten.
+    """
+
+    forgotten = 0
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
@@ -138,15 +144,26 @@ class Student(Forecast):
             seconds: From the start of the forward to the end of backward, on the device.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or not self.owns_allocator:  # other jobs run on the device meanwhile
+        # Not where other jobs run on the device meanwhile, nor where it may have taken another path.
+        if prediction is None or prediction.others or not self.owns_allocator:
             return
-        if self.estimator.pace.add(operations_of(prediction.structure, prediction.values, actions), seconds):
+        operations = operations_of(prediction.structure, prediction.values, actions)
+        before = self.estimator.seconds_per_operation()
+        if operations is not None:
+            self.estimator.pace.add(operations, seconds)
+        if not before / CHANGED <= self.estimator.seconds_per_operation() <= before * CHANGED:
             self._forget_plans()
 
-    def forget(self) -> None:
-        """What is trained has changed, or where sizes are read: nothing that was measured before holds any more."""
-        pace, self.estimator = self.estimator.pace, Estimator()
-        self.estimator.pace = pace  # the device's, whatever is trained
+    def forget(self, known: Estimator | None = None) -> None:
+        """What is trained has changed, or where sizes are read: nothing that was measured before holds any more.
+
+        Args:
+            known: What takes its place; None for nothing.
+        """
+        pace = self.estimator.pace.anew()
+        self.estimator = Estimator() if known is None else known
+        self.estimator.pace = pace
+        self.forgotten += 1
         self._forget_plans()
 
     def leave_out(self, units: set[str]) -> None:

@@ -1,7 +1,7 @@
 """A digest of a model's gradients, bit for bit, made where they are: on the way to a host they take longer than a step.
 
-The elements' bits, as integers, are multiplied by numbers that look random and added up, modulo 2^64: no order of the
-sum changes it, and two sets of gradients that differ have the same one with a probability of about 2^-64.
+The elements' bits, as integers, are mixed, multiplied by odd numbers that look random and added up, modulo 2^64: no
+order of the sum changes it, one element that differs always does, and several that do cancel out by chance alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-CHUNK = 1 << 22
-"""Elements at once: what is made on the way fits beside the smallest budget."""
+CHUNK = 1 << 20
+"""Elements at once: what is made on the way, some tens of megabytes, fits beside small budgets."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -40,6 +40,12 @@ def digest(model: nn.Module) -> str:
 
 
 def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    factors = torch.arange(1, len(bits) + 1, device=bits.device) * -7046029254386353131
-    factors = (factors ^ (factors >> 29)) * -4658895280553007687
-    return (bits * (factors ^ (factors >> 32))).sum()
+    factors = _stirred(torch.arange(1, len(bits) + 1, device=bits.device)) | 1
+    return (_stirred(bits.to(torch.int64)) * factors).sum()
+
+
+def _stirred(numbers: torch.Tensor) -> torch.Tensor:
+    """Other numbers for others, in which every bit of the old ones counts."""
+    numbers = numbers * -7046029254386353131
+    numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
+    return numbers ^ (numbers >> 32)

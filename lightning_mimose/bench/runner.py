@@ -121,6 +121,9 @@ class Runner:
         steps = {id(values["step"]) for values in self.optimizer.state.values() if "step" in values}  # kept on the host
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for tensor in (*parameters, *self.model.buffers(), *gradients, *(t for t in state if id(t) not in steps)):
+            if tensor.layout != torch.strided:  # which cannot be page-locked
+                tensor.data = tensor.data.to(device)
+                continue
             there = torch.empty_like(tensor.data, device=device, pin_memory=device.type == "cpu")
             tensor.data = there.copy_(tensor.data, non_blocking=True)
         synchronize(self.case.device)

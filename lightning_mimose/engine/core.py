@@ -121,6 +121,7 @@ class Engine:
             self.advisor.owns_allocator = False  # other jobs of the process, and other models of this one, use it too
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
+        self.advisor.misses.barred_bytes = cap.barred_bytes
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         trials = Trials(self.advisor, self.session)
         fixed = size_fn is not None or self.tenancy is not None or len(ranks) > 1

@@ -38,6 +38,7 @@ from lightning_mimose.engine.arguments import has_lists, has_tensors, leaves_in,
 from lightning_mimose.engine.entries import Entries
 from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit, is_compiled
 
@@ -88,6 +89,8 @@ class Inlets:
         self._risen: tuple[int, str] | None = None
         """Level from which sizes were read further inside for a unit that is not the first, and what is around that."""
         self._rises = 0
+        self._left: tuple[dict[str, Any], Estimator, int] | None = None
+        """What was known of sizes where they were read before that, and of their steps, and when it was left."""
         self._next: tuple[int, bool] | None = None
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
@@ -140,11 +143,19 @@ class Inlets:
         return True
 
     def _read_at(self, level: int, entries: bool) -> None:
-        self._next = None
+        tracker, advisor, left = self._tracker, self._advisor, self._left
+        before = tracker.state_dict(), advisor.estimator
+        self._next = self._left = None
         self._inputs.forget()
         self._entries.forget()
-        self._tracker.restart(level, entries)
-        self._advisor.forget()
+        if left is not None and (level, entries, advisor.forgotten) == (left[0]["level"], left[0]["entries"], left[2]):
+            tracker.load_state_dict({**left[0], "ignored": tracker.ignored.copy()})
+            advisor.forget(left[1])
+            return
+        tracker.restart(level, entries)
+        advisor.forget()
+        if self._risen is not None and level == self._risen[0] + 1:
+            self._left = *before, advisor.forgotten
 
     def detach(self) -> None:
         """Leave the model as it was."""

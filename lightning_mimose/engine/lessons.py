@@ -72,6 +72,11 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
 
+    @property
+    def wants_times(self) -> bool:
+        """Whether the next planned steps are to be timed."""
+        return self._advisor.estimator.pace.is_new
+
     def in_vain(self, size: BatchSize) -> bool:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
         if self._learnt < VAIN_STEPS or self._advisor.tracker.entries:
@@ -145,12 +150,13 @@ class Lessons:
             )
 
     def _take_time(self, step: Step) -> None:
-        if isinstance(step.recorder, PeakRecorder):
-            usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
-            if usual and step.in_backward:
-                self.laps.stop((step.size, dict(step.actions)))
-            for (size, actions), seconds in self.laps.over():
-                self._advisor.learn_pace(size, actions, seconds)
+        if not isinstance(step.recorder, PeakRecorder) or step.recorder.began is None:
+            return
+        usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
+        if usual and step.in_backward:
+            self.laps.end(step.recorder.began, (step.size, dict(step.actions)))
+        for (size, actions), seconds in self.laps.over():
+            self._advisor.learn_pace(size, actions, seconds)
 
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1

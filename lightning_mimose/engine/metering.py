@@ -24,8 +24,7 @@ MEASURE_BOUNDED_EVERY = 10
 LEARNING_STEPS = 8
 """Steps without a size that are recorded as if they were to be sheltered, since the last one that was."""
 WATCHED_STEPS = 20
-"""Planned steps in whose forward the units' inputs are followed, besides those that are measured; and, on an
-accelerator, that are timed, besides every `MEASURE_EVERY`th."""
+"""Planned steps in whose forward the units' inputs are followed, besides those that are measured."""
 
 
 class Metering:
@@ -76,7 +75,9 @@ class Metering:
 
     def _give_recorder(self, step: Step) -> None:
         if self._is_free and not step.learns:
-            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
+            timed = self._lessons.wants_times or self.planned % MEASURE_EVERY == 0
+            began = self._lessons.laps.now() if timed else None
+            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
             return
         step.gradients = GradientLedger(
             self._ledger.parameters(), follow=step.learns, anytime=not step.resident.zeroes_gradients
@@ -113,8 +114,6 @@ class Metering:
             step.measuring = True
             step.recorder.start()
             if isinstance(step.recorder, PeakRecorder):
-                if self.planned < WATCHED_STEPS or self.planned % MEASURE_EVERY == 0:
-                    self._lessons.laps.start()
                 step.began_bytes = step.recorder.lasting_bytes
             elif self._is_free:
                 step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)

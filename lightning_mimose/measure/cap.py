@@ -17,8 +17,9 @@ https://github.com/pytorch/pytorch/blob/v2.11.0/c10/cuda/CUDACachingAllocator.cp
 
 def expands_segments() -> bool:
     """Whether the allocator was told by the environment to let its segments grow."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return "expandable_segments:True" in told
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"  # in torch's order
+    told = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    return "expandable_segments:True" in told.replace(" ", "")
 
 
 class ReservedCap:
@@ -31,11 +32,16 @@ class ReservedCap:
     Args:
         device: The device.
         budget_bytes: What may be reserved.
+
+    Attributes:
+        barred_bytes: What of it the allocator does not give out.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
-        self._limit_bytes = budget_bytes - PAGE_BYTES if expands_segments() else budget_bytes
+        grows = device.type == "cuda" and expands_segments()
+        self.barred_bytes = min(PAGE_BYTES, budget_bytes // 2) if grows else 0
+        self._limit_bytes = budget_bytes - self.barred_bytes
         self._before: float | None = None
 
     def apply(self) -> None:
@@ -46,7 +52,7 @@ class ReservedCap:
         current = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         self._before = float(current(self._device)) if current is not None else 1.0
         total = torch.cuda.get_device_properties(self._device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, self._limit_bytes) / total), self._device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self._limit_bytes / total), self._device)
         if counters.read(self._device).reserved_bytes > self._limit_bytes:
             torch.cuda.empty_cache()
 

@@ -23,30 +23,28 @@ class Laps(Generic[T]):
 
     Example:
         >>> laps: Laps[str] = Laps(torch.device("cpu"))
-        >>> laps.start()
-        >>> laps.stop("a step")
+        >>> began = laps.now()
+        >>> laps.end(began, "a step")
         >>> [(what, seconds >= 0) for what, seconds in laps.over()]
         [('a step', True)]
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self._began: Any = None
         self._waiting: deque[tuple[Any, Any, T]] = deque(maxlen=MOST_WAITING)
 
-    def start(self) -> None:
-        """A step begins."""
-        self._began = self._clock.now()
+    def now(self) -> Any:
+        """This point of the device's time, at which a step begins."""
+        return self._clock.now()
 
-    def stop(self, what: T) -> None:
-        """The step that began last is over, and its time is wanted.
+    def end(self, began: Any, what: T) -> None:
+        """A step is over.
 
         Args:
-            what: Given back with it.
+            began: What `now` was when it began.
+            what: Given back with its time.
         """
-        if self._began is not None:
-            self._waiting.append((self._began, self._clock.now(), what))
-            self._began = None
+        self._waiting.append((began, self._clock.now(), what))
 
     def over(self) -> Iterator[tuple[T, float]]:
         """The steps that the device is done with, and their seconds, each once."""

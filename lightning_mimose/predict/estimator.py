@@ -243,10 +243,9 @@ class Estimator:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.
 
         Recomputations are measured beside a profiler and modes that count, which take as long for the operations of a
-        small batch as for those of a large one. Where whole steps were timed without them, that is what counts.
+        small batch as for those of a large one. Whole steps that were timed without them do more than what is
+        counted: the lesser of the two is nearer.
         """
-        if self.pace.seconds_per_operation is not None:
-            return self.pace.seconds_per_operation
         if self._rate is None:
             seconds = operations = 0.0
             for structure, known in self.observed.sizes.items():
@@ -256,7 +255,7 @@ class Estimator:
                 seconds += float(largest[[call.seconds for call in regions]].sum())
                 operations += float(largest[work].sum())
             self._rate = seconds / operations if operations and seconds else 1e-11
-        return self._rate
+        return min(self._rate, self.pace.seconds_per_operation or self._rate)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

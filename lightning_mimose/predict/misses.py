@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 MISSED_SHARE = 0.008
 """A planned step that misses its prediction by more says that the fit is not what it seemed."""
 UNRELATED_SHARE = 0.25
@@ -12,6 +14,8 @@ HELD = 3
 """Planned steps in a row whose predictions have to hold before what is missing then counts as come back."""
 RELAPSE, MOST_RELAPSES = 4, 2
 """How many times as long it is remembered then, and again the next time: it may be the nature of the model."""
+RECENT = 20
+"""Small misses that are remembered: what fades stays as large as they are."""
 FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
@@ -33,6 +37,7 @@ class Misses:
         fragmentation_bytes: What the allocator may hold beyond what tensors ask it for, and not give back, in a step
             that fills the budget.
         verified: Planned steps in a row whose prediction held, more or less.
+        barred_bytes: Part of the budget that the allocator does not give out.
         left_free_bytes: What all plans leave free at least that were made since plans were last forgotten.
 
     Example:
@@ -47,7 +52,8 @@ class Misses:
 
     def __init__(self) -> None:
         self.surplus_bytes = 0
-        self.fragmentation_bytes = 0
+        self.fragmentation_bytes = self.barred_bytes = 0
+        self._small_bytes: deque[int] = deque(maxlen=RECENT)
         self.verified = 0
         self.left_free_bytes = 0
         self._largest_measured_bytes = self._seen_bytes = 0
@@ -58,7 +64,7 @@ class Misses:
     @property
     def kept_free_bytes(self) -> int:
         """What plans leave free because of it."""
-        return self.surplus_bytes + self.fragmentation_bytes
+        return self.surplus_bytes + self.fragmentation_bytes + self.barred_bytes
 
     def trained_anew(self) -> None:
         """Other parameters are trained: predictions have yet to hold, or to fail."""
@@ -68,17 +74,22 @@ class Misses:
         """All plans are made anew from now on."""
         self.left_free_bytes = self.kept_free_bytes
 
-    def fade(self) -> None:
-        """A step did without what was missing before."""
-        self.surplus_bytes = int(self.surplus_bytes * (1 - (1 - SURPLUS_LEFT) / RELAPSE**self._relapses))
+    def fade(self, least_bytes: int = 0) -> None:
+        """A step did without what was missing before, or without all but a few bytes."""
+        left_bytes = int(self.surplus_bytes * (1 - (1 - SURPLUS_LEFT) / RELAPSE**self._relapses))
+        self.surplus_bytes = max(left_bytes, least_bytes)
         self.left_free_bytes = min(self.left_free_bytes, self.kept_free_bytes)
 
     def compare(self, predicted_bytes: int, measured_bytes: int) -> None:
         """Hold a planned step's peak against its prediction."""
         missed = measured_bytes - predicted_bytes
-        if missed <= MISSED_SHARE * predicted_bytes:  # as predicted, give or take little: it did without the rest
+        if missed <= 0:
             self.fade()
-        self.surplus_bytes = max(missed, self.surplus_bytes)
+        elif missed <= MISSED_SHARE * predicted_bytes:  # as predicted, but for little
+            self._small_bytes.append(missed)
+            self.fade(max(self._small_bytes))
+        else:
+            self.surplus_bytes = max(missed, self.surplus_bytes)
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
             self._relapses = min(self._relapses + (self._missed and self.verified >= HELD), MOST_RELAPSES)
@@ -98,6 +109,7 @@ class Misses:
         what was seen once is believed for long. One that fills the budget has more of it than the first ones; on the
         other hand it fills gaps that those have left, and that others have (an evaluation).
         """
+        self._most_share = max(MOST_FRAGMENTED, self._most_share * FRAGMENTATION_LEFT)
         now = max(0, held_bytes - max(self._largest_measured_bytes, measured_peak_bytes))
         if measured_peak_bytes <= MUCH_LARGER * self._largest_measured_bytes:
             now = max(now, int(self._seen_bytes * FRAGMENTATION_LEFT))

@@ -15,15 +15,13 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.menu import RECOMPUTE, RECOMPUTE_LEAN
+from lightning_mimose.menu import OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.predict.structure import Structure
 
 STEP = 3
 """Operations of forward and backward, in those of the forward."""
-FEWEST_LAPS, KNOWN_LAPS = 5, 32
-"""Steps that are timed before they are believed, and how many are remembered."""
-LARGE_SHARE = 0.5
-"""Share of the largest step's operations from which on steps count: plans are made for those."""
+FEWEST_LAPS, NEW_LAPS, KNOWN_LAPS = 5, 20, 32
+"""Steps that are timed before they are believed, in a row, and how many are remembered."""
 CHANGED = 1.3
 """By how much the pace has to differ from what plans were made with for them to be made anew."""
 
@@ -31,53 +29,66 @@ CHANGED = 1.3
 class Pace:
     """Learns it.
 
+    Args:
+        seconds_per_operation: A first guess, until enough steps were timed.
+
     Attributes:
-        seconds_per_operation: What plans are made with; None as long as too few steps were timed.
+        seconds_per_operation: What it is; None as long as nobody knows.
 
     Example:
         >>> pace = Pace()
-        >>> [pace.add(1e12, 0.1) for _ in range(6)]
-        [False, False, False, False, True, False]
+        >>> for _ in range(6):
+        ...     pace.add(1e12, 0.1)
         >>> pace.seconds_per_operation
         1e-13
     """
 
-    def __init__(self) -> None:
-        self.seconds_per_operation: float | None = None
+    def __init__(self, seconds_per_operation: float | None = None) -> None:
+        self.seconds_per_operation = seconds_per_operation
         self._laps: deque[tuple[float, float]] = deque(maxlen=KNOWN_LAPS)
 
-    def add(self, operations: float, seconds: float) -> bool:
-        """Take in the time of a step.
+    @property
+    def is_new(self) -> bool:
+        """Whether it is to be learnt soon."""
+        return len(self._laps) < NEW_LAPS
+
+    def anew(self) -> Pace:
+        """One that knows no step yet, for another model, or other parts of it, on the same device."""
+        return Pace(self.seconds_per_operation)
+
+    def add(self, operations: float, seconds: float) -> None:
+        """Take in the time of a step. The larger half of them decides: plans are made for those.
 
         Args:
             operations: What it did, see `operations_of`.
             seconds: What that took.
-
-        Returns:
-            Whether plans that were made before were made with quite another pace.
         """
         if operations <= 0 or seconds <= 0:
-            return False
+            return
         self._laps.append((operations, seconds))
-        if len(self._laps) < FEWEST_LAPS:
-            return False
-        large = LARGE_SHARE * max(operations for operations, _ in self._laps)
-        now = median(seconds / operations for operations, seconds in self._laps if operations >= large)
-        known = self.seconds_per_operation
-        if known is not None and known / CHANGED <= now <= known * CHANGED:
-            return False
-        self.seconds_per_operation = now
-        return True
+        if len(self._laps) >= FEWEST_LAPS:
+            large = sorted(self._laps, reverse=True)[: max(FEWEST_LAPS, len(self._laps) // 2)]
+            now, known = median(seconds / operations for operations, seconds in large), self.seconds_per_operation
+            if known is None or not known / CHANGED <= now <= known * CHANGED:
+                self.seconds_per_operation = now
 
 
-def operations_of(structure: Structure, values: NDArray[np.float64], actions: Mapping[str, str]) -> float:
+def operations_of(structure: Structure, values: NDArray[np.float64], actions: Mapping[str, str]) -> float | None:
     """Operations of a step that runs a plan: forward and backward, and what is made again.
 
     Args:
         structure: What the columns are.
         values: Shape (structure.columns,).
         actions: Unit -> what it does.
+
+    Returns:
+        How many; None where a step's time tells nothing of them: it waits for copies, or units run in parts.
+
+    Limitations:
+        Of what is outside units, and of what is not trained, nothing is known: it counts as nothing.
     """
+    if not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()):
+        return None
     again = {RECOMPUTE, RECOMPUTE_LEAN}
     total = 0.0
     for call in structure.calls:

@@ -79,6 +79,32 @@ def test_no_cast_of_it_stays_in_autocasts_cache() -> None:
         assert any(ref() is not None for ref in casts)
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_compiled_code_is_not_compiled_again_for_a_trial_under_autocast() -> None:
+    """Whether autocast caches casts is among what it was compiled for."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin()
+
+    inner = Inner(WIDTH, WIDTH)
+    inner.compile(backend=backend)
+    module, x = nn.Sequential(inner), torch.randn(8, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x)
+        known = len(compiled)
+        assert known
+        trial = Candidate("unit", module.forward, (x,), {}, WrittenState(module), lambda trial: None)
+        assert trial.run(Trial()) == ""
+        module(x)
+    assert len(compiled) == known
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose import Mimose, UnsupportedError
 from lightning_mimose.measure import counters
+from lightning_mimose.predict.pace import NEW_LAPS, operations_of
 from lightning_mimose.report.record import StepRecord
+from lightning_mimose.sizes import BatchSize
 from tests.helpers.allocator import play
 from tests.helpers.fits import same
 from tests.helpers.hub import HUB
@@ -179,3 +181,33 @@ def test_a_step_that_runs_again_is_measured_as_it_is(
         mimose.close()
     assert retried.retried
     assert retried.measured_peak_bytes == highest
+
+
+def test_planned_steps_are_timed_and_planned_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that takes a picosecond for each operation, whatever measuring takes beside it."""
+    batches = [text_batch(8, length, number) for number, length in enumerate(2 * LENGTHS)]
+    with play(monkeypatch):
+        model = TinyText(layers=6, hidden=64)
+        mimose = Mimose(model, budget="1GB", optimizer=torch.optim.SGD(model.parameters(), 1e-3))
+        advisor, timed = mimose._advisor, list[dict[str, int]]()
+        pace_of = advisor.learn_pace
+
+        def learn(size: BatchSize, actions: dict[str, str], seconds: float) -> None:
+            timed.append(dict(size.dims))
+            assert seconds > 0
+            prediction = advisor.estimator.predict(dict(size.dims))
+            assert prediction is not None
+            counted = operations_of(prediction.structure, prediction.values, actions)
+            assert counted is not None
+            pace_of(size, actions, 1e-12 * counted)
+
+        monkeypatch.setattr(advisor, "learn_pace", learn)
+        for batch in batches:
+            mimose.step(batch)
+        planned = [record for record in mimose.records if not record.sheltered]
+        assert len(timed) == NEW_LAPS < len(planned)
+        assert advisor.estimator.pace.seconds_per_operation == pytest.approx(1e-12)
+        assert advisor.estimator.seconds_per_operation() == pytest.approx(1e-12)
+        advisor.forget()
+        assert advisor.estimator.pace.seconds_per_operation == pytest.approx(1e-12)
+        mimose.close()

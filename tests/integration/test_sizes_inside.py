@@ -385,6 +385,24 @@ def test_what_follows_from_no_size_is_no_reason_to_read_further_inside() -> None
         assert not any(record.sheltered for record in list(mimose.records)[-10:])
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_was_known_before_sizes_were_read_inside_in_vain_is_taken_up_again(forgotten: bool) -> None:
+    """The first step after that is planned; not if what was measured holds no more for another reason."""
+    torch.manual_seed(0)
+    with Mimose(Routed(), budget="1GB", units=["before", "experts.?", "after"]) as mimose:
+        tracker, levels = mimose._advisor.tracker, list[int]()
+        for number in range(40):
+            if forgotten and levels and levels[-1] and not levels[-2]:
+                mimose._advisor.forget()
+            x = torch.randn(4, (16, 20, 24, 28, 32)[number % 5], 32)
+            mimose.step({"x": x, "labels": torch.tensor([0, 1, 0, 1])})
+            levels.append(tracker.level)
+        back = max(step for step in range(1, len(levels)) if levels[step - 1] and not levels[step])
+        first, *others = list(mimose.records)[back:]
+    assert first.sheltered == forgotten
+    assert not others[-1].sheltered
+
+
 class Words(nn.Module):
     """A block that takes texts, and leaves no other block anything to do."""
 

@@ -43,8 +43,8 @@ def test_segments_that_grow_stay_inside(variable: str, limits: list[float], monk
     monkeypatch.setenv(variable, "expandable_segments:True")
     ReservedCap(DEVICE, BUDGET_BYTES).apply()
     assert limits[-1] * TOTAL_BYTES == BUDGET_BYTES - PAGE_BYTES
-    ReservedCap(DEVICE, PAGE_BYTES // 2).apply()
-    assert limits[-1] == 0
+    ReservedCap(DEVICE, PAGE_BYTES).apply()
+    assert limits[-1] * TOTAL_BYTES == PAGE_BYTES / 2
 
 
 def test_what_is_cached_beyond_it_is_returned_at_once(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

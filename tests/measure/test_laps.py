@@ -19,8 +19,7 @@ def test_what_the_device_has_not_come_to_is_told_later(monkeypatch: pytest.Monke
     monkeypatch.setattr(Event, "query", lambda self: ends.index(self) in reached)
     laps: Laps[str] = Laps(CPU)
     for name in ("one", "two"):
-        laps.start()
-        laps.stop(name)
+        laps.end(laps.now(), name)
         ends.append(laps._waiting[-1][1])
     assert list(laps.over()) == []
     reached.add(0)
@@ -32,21 +31,13 @@ def test_what_the_device_has_not_come_to_is_told_later(monkeypatch: pytest.Monke
     assert all(seconds >= 0 for _, seconds in told)
 
 
-def test_a_step_that_has_not_begun_is_not_timed() -> None:
-    """Nor one whose time nobody wanted, with the next."""
-    laps: Laps[str] = Laps(CPU)
-    laps.stop("never began")
-    assert list(laps.over()) == []
-
-
 def test_a_device_that_never_comes_to_an_end_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are let go of."""
     play(monkeypatch)
     monkeypatch.setattr(Event, "query", lambda self: False)
     laps: Laps[int] = Laps(CPU)
     for step in range(3 * MOST_WAITING):
-        laps.start()
-        laps.stop(step)
+        laps.end(laps.now(), step)
     monkeypatch.undo()
-    monkeypatch.setattr(Event, "query", lambda self: True)
-    assert len(laps._waiting) == MOST_WAITING
+    play(monkeypatch)
+    assert [step for step, _ in laps.over()] == list(range(2 * MOST_WAITING, 3 * MOST_WAITING))

@@ -129,3 +129,24 @@ def test_an_allocator_that_failed_has_shown_how_fragmented_it_is() -> None:
     assert misses.kept_free_bytes == 2000
     misses.ran_out(2000, 10_000, 10_000)
     assert misses.kept_free_bytes == 3000
+
+
+def test_what_fades_stays_as_large_as_the_latest_small_misses() -> None:
+    """Else it would be news each time, and all plans made anew for it."""
+    misses = Misses()
+    kept = []
+    for step in range(60):
+        misses.compare(10_000, 10_070 if step % 10 == 0 else 10_010)
+        kept.append(misses.kept_free_bytes)
+    assert kept == [70] * 60
+    for _ in range(60):
+        misses.compare(10_000, 10_010)
+    assert misses.kept_free_bytes == 10
+
+
+def test_what_the_allocator_does_not_give_out_is_left_free() -> None:
+    """Whatever else is."""
+    misses = Misses()
+    misses.barred_bytes = 20
+    misses.compare(1000, 1100)
+    assert misses.kept_free_bytes == 120

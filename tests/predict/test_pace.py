@@ -8,46 +8,70 @@ import numpy as np
 import pytest
 
 from lightning_mimose.measure.observe import observe
-from lightning_mimose.menu import GRADES, RECOMPUTE
-from lightning_mimose.predict.pace import CHANGED, FEWEST_LAPS, STEP, Pace, operations_of
+from lightning_mimose.menu import GRADES, OFFLOAD, RECOMPUTE, SPLITS
+from lightning_mimose.predict.pace import CHANGED, FEWEST_LAPS, NEW_LAPS, STEP, Pace, operations_of
 from lightning_mimose.predict.shapes import LeanShape
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
 
+def paced(*laps: tuple[float, float]) -> list[float | None]:
+    """What it is after each of these steps: operations, seconds."""
+    pace, found = Pace(), list[float | None]()
+    for lap in laps:
+        pace.add(*lap)
+        found.append(pace.seconds_per_operation)
+    return found
+
+
 def test_a_few_steps_are_timed_before_they_are_believed() -> None:
     """Then it is what most of them took, not what one was disturbed by."""
-    pace = Pace()
-    news = [pace.add(1e12, seconds) for seconds in (0.1, 0.1, 5.0, 0.1, 0.1)]
-    assert news == [False] * (FEWEST_LAPS - 1) + [True]
-    assert pace.seconds_per_operation == pytest.approx(1e-13)
+    found = paced(*((1e12, seconds) for seconds in (0.1, 0.1, 5.0, 0.1, 0.1)))
+    assert found[:-1] == [None] * (FEWEST_LAPS - 1)
+    assert found[-1] == pytest.approx(1e-13)
+
+
+def test_one_large_step_does_not_decide() -> None:
+    """One for which kernels were chosen, or code compiled."""
+    found = paced(*(16 * [(1e12, 0.1)]), (2.5e12, 20.0))
+    assert found[-1] == pytest.approx(1e-13)
 
 
 def test_small_steps_do_not_count_beside_large_ones() -> None:
     """They take the host's time, and nothing is saved in them."""
-    pace = Pace()
-    for _ in range(FEWEST_LAPS):
-        pace.add(1e12, 0.1)
-        pace.add(1e10, 0.1)
-    assert pace.seconds_per_operation == pytest.approx(1e-13)
+    found = paced(*(FEWEST_LAPS * [(1e12, 0.1), (1e10, 0.1)]))
+    assert found[-1] == pytest.approx(1e-13)
 
 
-def test_plans_are_made_anew_only_where_it_differs_much() -> None:
-    """A machine's speed varies by itself."""
-    pace = Pace()
-    for _ in range(FEWEST_LAPS):
-        pace.add(1e12, 0.1)
-    assert not any(pace.add(1e12, 0.1 * (CHANGED - 0.1)) for _ in range(40))
-    assert pace.seconds_per_operation == pytest.approx(1e-13)
-    assert sum(pace.add(1e12, 0.2) for _ in range(40)) == 1
-    assert pace.seconds_per_operation == pytest.approx(2e-13)
+def test_it_stays_where_it_hardly_changes() -> None:
+    """A machine's speed varies by itself; plans are made anew for more."""
+    found = paced(*(FEWEST_LAPS * [(1e12, 0.1)]), *(40 * [(1e12, 0.1 * (CHANGED - 0.1))]), *(40 * [(1e12, 0.2)]))
+    assert found[FEWEST_LAPS - 1 : FEWEST_LAPS + 40] == [found[FEWEST_LAPS - 1]] * 41
+    assert found[-1] == pytest.approx(2e-13)
 
 
 def test_what_took_no_time_or_did_nothing_tells_nothing() -> None:
     """A clock may stand still."""
+    assert paced(*(20 * [(0.0, 1.0), (1e9, 0.0)]))[-1] is None
+
+
+def test_another_model_on_the_device_begins_with_what_is_known() -> None:
+    """And is timed at once."""
     pace = Pace()
-    assert not any(pace.add(operations, seconds) for operations, seconds in 20 * [(0.0, 1.0), (1e9, 0.0)])
-    assert pace.seconds_per_operation is None
+    for _ in range(NEW_LAPS):
+        assert pace.is_new
+        pace.add(1e12, 0.1)
+    assert not pace.is_new
+    other = pace.anew()
+    assert other.is_new
+    assert other.seconds_per_operation == pace.seconds_per_operation
+
+
+@pytest.mark.parametrize("action", [OFFLOAD, SPLITS[0]])
+def test_steps_that_wait_or_run_in_parts_tell_nothing(action: str) -> None:
+    """What they wait for is no operation."""
+    seen = observe(recorded(TinyText(layers=2), text_batch(4, 8)), 0)
+    assert operations_of(seen.structure, seen.values, {"layers.0": action}) is None
 
 
 def test_what_is_made_again_counts() -> None:
