@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -60,10 +61,13 @@ def unrepeatable_argument(leaves: Sequence[Any]) -> str | None:
     An object that pytree cannot take apart may be changed by whoever holds it before backward, and the recomputation
     would then see other tensors, of the same shapes and with no error.
     """
+    differentiates = forward_ad._current_level >= 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.is_inference():
                 return "tensor that was made in inference mode, which nothing can save"
+            if differentiates and forward_ad.unpack_dual(leaf).tangent is not None:
+                return "dual number of forward-mode differentiation, which a checkpoint cannot give again"
         elif not isinstance(leaf, _PLAIN) and not callable(leaf):
             return f"{type(leaf).__name__}, which may change before it runs again"
     return None

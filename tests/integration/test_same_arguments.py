@@ -229,4 +229,4 @@ class Dual(nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # from torch 2.14 on
 def test_forward_mode_differentiation_goes_on() -> None:
     """Dual numbers stand for themselves; a checkpoint cannot give them back, so that such units are left alone."""
-    check(Dual, 1.5, recomputes=False, runs_again=1)
+    check(Dual, 1.5, recomputes=False)
