@@ -24,10 +24,11 @@ class Student(Forecast):
     """Takes in what measured steps teach; for arguments see `Forecast`.
 
     Attributes:
-        forgotten: How many times all that was measured was forgotten.
+        forgotten: How many times all that was measured was forgotten, or older knowledge taken up.
+        barred_bytes: What measured peaks count besides, for the allocator must not give it out.
     """
 
-    forgotten = 0
+    forgotten = barred_bytes = 0
 
     def learn(self, size: BatchSize, observation: Observation) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
@@ -132,6 +133,7 @@ class Student(Forecast):
 
     def learn_held(self, measured_peak_bytes: int, held_bytes: int) -> None:
         """Learn what the allocator holds beyond what tensors asked it for; plans leave it free."""
+        measured_peak_bytes -= self.barred_bytes
         if self.owns_allocator and self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
             self._forget_plans()
 
@@ -144,8 +146,7 @@ class Student(Forecast):
             seconds: From the start of the forward to the end of backward, on the device.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        # Not where other jobs run on the device meanwhile, nor where it may have taken another path.
-        if prediction is None or prediction.others or not self.owns_allocator:
+        if prediction is None or prediction.others:  # it may have taken another path
             return
         operations = operations_of(prediction.structure, prediction.values, actions)
         before = self.estimator.seconds_per_operation()
@@ -155,10 +156,10 @@ class Student(Forecast):
             self._forget_plans()
 
     def forget(self, known: Estimator | None = None) -> None:
-        """What is trained has changed, or where sizes are read: nothing that was measured before holds any more.
+        """What is trained has changed, or where sizes are read: what was measured before does not hold any more.
 
         Args:
-            known: What takes its place; None for nothing.
+            known: What takes its place, for it holds again; None for nothing.
         """
         pace = self.estimator.pace.anew()
         self.estimator = Estimator() if known is None else known

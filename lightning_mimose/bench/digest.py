@@ -47,5 +47,5 @@ def _mixed(bits: torch.Tensor) -> torch.Tensor:
 def _stirred(numbers: torch.Tensor) -> torch.Tensor:
     """Other numbers for others, in which every bit of the old ones counts."""
     numbers = numbers * -7046029254386353131
-    numbers = (numbers ^ (numbers >> 29)) * -4658895280553007687
-    return numbers ^ (numbers >> 32)
+    numbers = (numbers ^ (numbers >> 29 & (1 << 35) - 1)) * -4658895280553007687  # `>>` repeats the sign
+    return numbers ^ (numbers >> 32 & (1 << 32) - 1)

@@ -33,7 +33,7 @@ from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError, RecomputeError
 from lightning_mimose.measure import counters
-from lightning_mimose.measure.cap import ReservedCap
+from lightning_mimose.measure.cap import ReservedCap, barred_bytes
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.others import Others, take_workspaces
 from lightning_mimose.measure.resident import ResidentLedger
@@ -121,8 +121,9 @@ class Engine:
             self.advisor.owns_allocator = False  # other jobs of the process, and other models of this one, use it too
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
-        self.advisor.misses.barred_bytes = cap.barred_bytes
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
+        if self.tenancy is None:
+            self.advisor.barred_bytes = barred_bytes(self.device, budget_bytes)
         trials = Trials(self.advisor, self.session)
         fixed = size_fn is not None or self.tenancy is not None or len(ranks) > 1
         self._inlets = Inlets(model, self.units, self.advisor, self.session, fixed=fixed)

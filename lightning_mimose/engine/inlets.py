@@ -68,7 +68,7 @@ class Inlets:
     Args:
         model: The model.
         units: What can be planned in it.
-        advisor: Has the tracker of sizes; what it learnt by other sizes is forgotten.
+        advisor: Has the tracker of sizes; what it learnt by other sizes is forgotten, or laid aside.
         session: Tells when the first unit is called.
         fixed: Whether sizes are read in the batch whatever they tell: a `size_fn` says what decides, or others (ranks,
             jobs) have to know a step's plan before it begins.

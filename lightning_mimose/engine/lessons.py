@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from lightning_mimose.sizes import BatchSize
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
+TIMED_STEPS = 20
+"""Steps on an accelerator that are timed, from the first that is known nothing of but its peak."""
 VAIN_STEPS, MOST_DIMENSIONS = 20, 5
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can."""
 SHELTERED_STEPS = 60
@@ -45,9 +48,6 @@ class Lessons:
         update: What updates need.
         refuser: Refuses what broke the budget under the most saving plan.
         device: Where the steps run.
-
-    Attributes:
-        laps: Times planned steps on an accelerator, forward and backward: size and actions of each.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Lessons:
     ) -> None:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
-        self.laps: Laps[tuple[BatchSize, dict[str, str]]] = Laps(device)
+        self._laps: Laps[tuple[BatchSize, dict[str, str]]] = Laps(device)
+        """Planned steps on an accelerator, forward and backward: size and actions of each."""
+        self._timed = self._timed_since = 0
         self._warned = self._unreached = self._told_apart = False
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
@@ -72,10 +74,19 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
 
-    @property
-    def wants_times(self) -> bool:
-        """Whether the next planned steps are to be timed."""
-        return self._advisor.estimator.pace.is_new
+    def begin_lap(self, *, anyway: bool) -> Any:
+        """The point of the device's time at which a step begins; None where it is not timed.
+
+        Args:
+            anyway: Whether it is timed although some were.
+        """
+        if self._timed_since != self._advisor.forgotten:
+            self._timed_since, self._timed = self._advisor.forgotten, 0
+            self._laps.forget()
+        if not self._advisor.owns_allocator or (self._timed >= TIMED_STEPS and not anyway):
+            return None  # of others' work on the device its time tells as much
+        self._timed += 1
+        return self._laps.now()
 
     def in_vain(self, size: BatchSize) -> bool:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
@@ -154,8 +165,8 @@ class Lessons:
             return
         usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
         if usual and step.in_backward:
-            self.laps.end(step.recorder.began, (step.size, dict(step.actions)))
-        for (size, actions), seconds in self.laps.over():
+            self._laps.end(step.recorder.began, (step.size, dict(step.actions)))
+        for (size, actions), seconds in self._laps.over():
             self._advisor.learn_pace(size, actions, seconds)
 
     def _count_unmeasured(self) -> None:

@@ -75,8 +75,7 @@ class Metering:
 
     def _give_recorder(self, step: Step) -> None:
         if self._is_free and not step.learns:
-            timed = self._lessons.wants_times or self.planned % MEASURE_EVERY == 0
-            began = self._lessons.laps.now() if timed else None
+            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0)
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
             return
         step.gradients = GradientLedger(

@@ -22,6 +22,20 @@ def expands_segments() -> bool:
     return "expandable_segments:True" in told.replace(" ", "")
 
 
+def barred_bytes(device: torch.device, budget_bytes: int) -> int:
+    """What of a budget the allocator must not give out, so that what it reserves stays inside.
+
+    Args:
+        device: The device.
+        budget_bytes: What may be reserved.
+
+    Example:
+        >>> barred_bytes(torch.device("cpu"), 1 << 30)
+        0
+    """
+    return min(PAGE_BYTES, budget_bytes // 2) if device.type == "cuda" and expands_segments() else 0
+
+
 class ReservedCap:
     """Caps what this process may reserve on a CUDA device, and gives the old limit back.
 
@@ -32,16 +46,11 @@ class ReservedCap:
     Args:
         device: The device.
         budget_bytes: What may be reserved.
-
-    Attributes:
-        barred_bytes: What of it the allocator does not give out.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
-        grows = device.type == "cuda" and expands_segments()
-        self.barred_bytes = min(PAGE_BYTES, budget_bytes // 2) if grows else 0
-        self._limit_bytes = budget_bytes - self.barred_bytes
+        self._limit_bytes = budget_bytes - barred_bytes(device, budget_bytes)
         self._before: float | None = None
 
     def apply(self) -> None:

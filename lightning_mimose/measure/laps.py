@@ -46,6 +46,10 @@ class Laps(Generic[T]):
         """
         self._waiting.append((began, self._clock.now(), what))
 
+    def forget(self) -> None:
+        """Of those that were timed nothing is to be told."""
+        self._waiting.clear()
+
     def over(self) -> Iterator[tuple[T, float]]:
         """The steps that the device is done with, and their seconds, each once."""
         while self._waiting and self._clock.has_come(self._waiting[0][1]):

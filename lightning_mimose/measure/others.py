@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 
 from lightning_mimose.measure import counters
+from lightning_mimose.measure.cap import barred_bytes
 
 GRAIN_SHARE = 1 / 512
 """Share of the budget to a multiple of which it is rounded up, so that what comes and goes makes no plan another."""
@@ -28,7 +29,7 @@ def bytes_beside(device: torch.device, resident_bytes: int) -> int:
 
 
 class Others:
-    """Counts that at the start of every step.
+    """Counts that at the start of every step, and what the allocator must not give out.
 
     Args:
         device: Where training runs.
@@ -37,11 +38,11 @@ class Others:
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device, self._grain_bytes = device, max(1, int(GRAIN_SHARE * budget_bytes))
-        self._known_bytes = 0
+        self._known_bytes, self._barred_bytes = 0, barred_bytes(device, budget_bytes)
 
     def count(self, resident_bytes: int) -> tuple[int, int]:
         """What there is besides, and what to reckon with: up to two grains more, the same for as long as it will do."""
-        now = bytes_beside(self._device, resident_bytes)
+        now = bytes_beside(self._device, resident_bytes) + self._barred_bytes
         if not now <= self._known_bytes < now + 2 * self._grain_bytes:
             self._known_bytes = -(-now // self._grain_bytes) * self._grain_bytes
         return now, self._known_bytes

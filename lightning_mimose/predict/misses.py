@@ -15,7 +15,7 @@ HELD = 3
 RELAPSE, MOST_RELAPSES = 4, 2
 """How many times as long it is remembered then, and again the next time: it may be the nature of the model."""
 RECENT = 20
-"""Small misses that are remembered: what fades stays as large as they are."""
+"""Planned steps whose small misses are remembered: what fades stays as large as they are."""
 FRAGMENTATION_LEFT = 0.999
 """The same of what the allocator held beyond what it was asked for."""
 FRAGMENTATION_SHARE = 0.01
@@ -37,7 +37,6 @@ class Misses:
         fragmentation_bytes: What the allocator may hold beyond what tensors ask it for, and not give back, in a step
             that fills the budget.
         verified: Planned steps in a row whose prediction held, more or less.
-        barred_bytes: Part of the budget that the allocator does not give out.
         left_free_bytes: What all plans leave free at least that were made since plans were last forgotten.
 
     Example:
@@ -52,7 +51,7 @@ class Misses:
 
     def __init__(self) -> None:
         self.surplus_bytes = 0
-        self.fragmentation_bytes = self.barred_bytes = 0
+        self.fragmentation_bytes = 0
         self._small_bytes: deque[int] = deque(maxlen=RECENT)
         self.verified = 0
         self.left_free_bytes = 0
@@ -64,11 +63,12 @@ class Misses:
     @property
     def kept_free_bytes(self) -> int:
         """What plans leave free because of it."""
-        return self.surplus_bytes + self.fragmentation_bytes + self.barred_bytes
+        return self.surplus_bytes + self.fragmentation_bytes
 
     def trained_anew(self) -> None:
         """Other parameters are trained: predictions have yet to hold, or to fail."""
         self.verified, self._missed, self._relapses = 0, False, 0
+        self._small_bytes.clear()
 
     def plans_forgotten(self) -> None:
         """All plans are made anew from now on."""
@@ -83,13 +83,11 @@ class Misses:
     def compare(self, predicted_bytes: int, measured_bytes: int) -> None:
         """Hold a planned step's peak against its prediction."""
         missed = measured_bytes - predicted_bytes
-        if missed <= 0:
-            self.fade()
-        elif missed <= MISSED_SHARE * predicted_bytes:  # as predicted, but for little
-            self._small_bytes.append(missed)
-            self.fade(max(self._small_bytes))
-        else:
+        if missed > MISSED_SHARE * predicted_bytes:
             self.surplus_bytes = max(missed, self.surplus_bytes)
+        else:  # as predicted, give or take little
+            self._small_bytes.append(max(0, missed))
+            self.fade(max(self._small_bytes) if missed > 0 else 0)
         # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
         if missed > MISSED_SHARE * predicted_bytes:
             self._relapses = min(self._relapses + (self._missed and self.verified >= HELD), MOST_RELAPSES)

@@ -20,8 +20,8 @@ from lightning_mimose.predict.structure import Structure
 
 STEP = 3
 """Operations of forward and backward, in those of the forward."""
-FEWEST_LAPS, NEW_LAPS, KNOWN_LAPS = 5, 20, 32
-"""Steps that are timed before they are believed, in a row, and how many are remembered."""
+FEWEST_LAPS, KNOWN_LAPS = 5, 32
+"""Steps that are timed before they are believed, and how many are remembered."""
 CHANGED = 1.3
 """By how much the pace has to differ from what plans were made with for them to be made anew."""
 
@@ -46,11 +46,6 @@ class Pace:
     def __init__(self, seconds_per_operation: float | None = None) -> None:
         self.seconds_per_operation = seconds_per_operation
         self._laps: deque[tuple[float, float]] = deque(maxlen=KNOWN_LAPS)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it is to be learnt soon."""
-        return len(self._laps) < NEW_LAPS
 
     def anew(self) -> Pace:
         """One that knows no step yet, for another model, or other parts of it, on the same device."""

@@ -95,3 +95,11 @@ def test_an_allocator_that_others_use_as_well_tells_nothing() -> None:
     advisor.owns_allocator = True
     advisor.learn_held(1000, 1400)
     assert advisor.misses.kept_free_bytes == 600
+
+
+def test_what_the_allocator_must_not_give_out_is_no_part_of_what_it_was_asked_for() -> None:
+    """Measured peaks count it, and so would hide as much of what it holds beyond them."""
+    advisor = Advisor(10_000)
+    advisor.barred_bytes = 100
+    advisor.learn_held(1100, 1400)
+    assert advisor.misses.kept_free_bytes == 600

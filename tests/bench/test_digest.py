@@ -35,6 +35,15 @@ def test_one_bit_changes_it_wherever_it_is(dtype: torch.dtype) -> None:
     assert len(known) == 1 + 2 * 64
 
 
+def test_numbers_that_are_each_others_bits_differ() -> None:
+    """A shift that repeats the sign would take both for the same."""
+    bits = torch.tensor([0x3FF123456789ABCD])
+    mixed = bits * -7046029254386353131
+    inverse = pow(-7046029254386353131 % 2**64, -1, 2**64)
+    other = (~mixed) * (inverse - 2**64 if inverse >= 2**63 else inverse)
+    assert digest(model_with(bits.view(torch.float64))) != digest(model_with(other.view(torch.float64)))
+
+
 def test_places_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two elements that changed places, within a piece and across pieces, and gradients that did."""
     monkeypatch.setattr(module, "CHUNK", 4)

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_mimose import Mimose, UnsupportedError
+from lightning_mimose.engine.lessons import TIMED_STEPS
 from lightning_mimose.measure import counters
-from lightning_mimose.predict.pace import NEW_LAPS, operations_of
+from lightning_mimose.predict.pace import operations_of
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sizes import BatchSize
 from tests.helpers.allocator import play
@@ -205,7 +206,7 @@ def test_planned_steps_are_timed_and_planned_by(monkeypatch: pytest.MonkeyPatch)
         for batch in batches:
             mimose.step(batch)
         planned = [record for record in mimose.records if not record.sheltered]
-        assert len(timed) == NEW_LAPS < len(planned)
+        assert len(timed) == TIMED_STEPS < len(planned)
         assert advisor.estimator.pace.seconds_per_operation == pytest.approx(1e-12)
         assert advisor.estimator.seconds_per_operation() == pytest.approx(1e-12)
         advisor.forget()

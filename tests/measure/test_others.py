@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from lightning_mimose.measure import counters
+from lightning_mimose.measure.cap import PAGE_BYTES
 from lightning_mimose.measure.others import GRAIN_SHARE, Others, bytes_beside, take_workspaces
 from tests.helpers.allocator import WORKSPACE_BYTES, play
 
@@ -58,3 +62,15 @@ def test_libraries_take_their_workspaces_before_anything_is_measured(monkeypatch
         assert before == WORKSPACE_BYTES
         torch.ones(4, 4) @ torch.ones(4, 4)
         assert accelerator.allocator.read().requested_bytes == before
+
+
+def test_what_the_allocator_must_not_give_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its segments grow by whole pages after it has looked at its limit."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
+    monkeypatch.setattr(counters, "read", lambda device: SimpleNamespace(requested_bytes=1000))
+    budget = 4 << 30
+    there, reckoned = Others(torch.device("cuda", 0), budget).count(400)
+    assert there == 600 + PAGE_BYTES
+    assert there <= reckoned < there + 2 * GRAIN_SHARE * budget
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert Others(torch.device("cuda", 0), budget).count(400)[0] == 600

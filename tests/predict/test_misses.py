@@ -142,11 +142,3 @@ def test_what_fades_stays_as_large_as_the_latest_small_misses() -> None:
     for _ in range(60):
         misses.compare(10_000, 10_010)
     assert misses.kept_free_bytes == 10
-
-
-def test_what_the_allocator_does_not_give_out_is_left_free() -> None:
-    """Whatever else is."""
-    misses = Misses()
-    misses.barred_bytes = 20
-    misses.compare(1000, 1100)
-    assert misses.kept_free_bytes == 120
