@@ -178,9 +178,9 @@ class MimoseRunner(Runner):
         self.mimose.step(batch)
 
     def remarks(self) -> list[str]:
-        """With how often it ran out of memory; such steps are in the columns like others."""
+        """With how often a step failed, of memory mostly, and ran again; those are in the columns like others."""
         again = sum(record.retried for record in self.mimose.records)
-        ran = [f"{again} of {len(self.mimose.records)} steps ran out of memory and ran again."] if again else []
+        ran = [f"{again} of {len(self.mimose.records)} steps failed once and ran again."] if again else []
         return [*super().remarks(), *ran]
 
     def close(self) -> None:
