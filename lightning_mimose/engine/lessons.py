@@ -30,7 +30,7 @@ UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
 TIMED_STEPS = 20
-"""Steps on an accelerator that are timed, from the first that is known nothing of but its peak."""
+"""Steps on an accelerator that are timed at first, of those that are not measured unit by unit."""
 VAIN_STEPS, MOST_DIMENSIONS = 20, 5
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can."""
 SHELTERED_STEPS = 60
