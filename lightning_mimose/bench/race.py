@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _run(raced: Raced, case: Case, repeats: int, progress: Progress) -> None:
     for repeat in range(repeats):
         progress.tell(f"{work.name}: repeat {repeat + 1} of {repeats}")
         if repeat:
-            _pass(raced, _last_peaks if repeat == repeats - 1 else _peaks, order, progress)
+            _pass(raced, partial(_peaks, is_last=repeat == repeats - 1), order, progress)
         _pass(raced, _seconds, order, progress)
     for entry in running:
         progress.tell(f"{work.name}: {entry.alternative.title}, counting operations")
@@ -170,18 +171,13 @@ def _pass(raced: Raced, take: Callable[[Entry, Any, int], None], order: random.R
             progress.advance(2 if take is _seconds else 1)
 
 
-def _peaks(entry: Entry, batch: Any, seed: int) -> None:
+def _peaks(entry: Entry, batch: Any, seed: int, *, is_last: bool) -> None:
+    """In the last epoch the gradients are looked at once more: by now whoever plans has planned."""
     assert entry.runner is not None
     with entry.runner.present():
         entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
-
-
-def _last_peaks(entry: Entry, batch: Any, seed: int) -> None:
-    """The gradients are looked at once more: by now whoever plans has planned."""
-    assert entry.runner is not None
-    with entry.runner.present():
-        entry.measured.peaks_bytes[-1].append(_metered(entry.runner, batch, seed, entry.measured))
-        entry.measured.gradients.append(digest(entry.runner.model))
+        if is_last:
+            entry.measured.gradients.append(digest(entry.runner.model))
 
 
 def _seconds(entry: Entry, batch: Any, seed: int) -> None:

@@ -33,7 +33,7 @@ from lightning_mimose.engine.tenancy import Tenancy
 from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError, RecomputeError
 from lightning_mimose.measure import counters
-from lightning_mimose.measure.cap import ReservedCap, barred_bytes
+from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.others import Others, take_workspaces
 from lightning_mimose.measure.resident import ResidentLedger
@@ -122,8 +122,8 @@ class Engine:
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes)
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
-        if self.tenancy is None:
-            self.advisor.barred_bytes = barred_bytes(self.device, budget_bytes)
+        others = Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None
+        self.advisor.barred_bytes = others.barred_bytes if others is not None else 0
         trials = Trials(self.advisor, self.session)
         fixed = size_fn is not None or self.tenancy is not None or len(ranks) > 1
         self._inlets = Inlets(model, self.units, self.advisor, self.session, fixed=fixed)
@@ -139,7 +139,7 @@ class Engine:
             self._inlets,
             Agreement(ranks) if len(ranks) > 1 else None,
             self.tenancy,
-            Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None,
+            others,
         )
         self._lessons = Lessons(
             model, self.advisor, self.session, self.ledger, self._update, self._refuser, self.device

@@ -34,15 +34,18 @@ class Others:
     Args:
         device: Where training runs.
         budget_bytes: The budget.
+
+    Attributes:
+        barred_bytes: What the allocator must not give out.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device, self._grain_bytes = device, max(1, int(GRAIN_SHARE * budget_bytes))
-        self._known_bytes, self._barred_bytes = 0, barred_bytes(device, budget_bytes)
+        self._known_bytes, self.barred_bytes = 0, barred_bytes(device, budget_bytes)
 
     def count(self, resident_bytes: int) -> tuple[int, int]:
         """What there is besides, and what to reckon with: up to two grains more, the same for as long as it will do."""
-        now = bytes_beside(self._device, resident_bytes) + self._barred_bytes
+        now = bytes_beside(self._device, resident_bytes) + self.barred_bytes
         if not now <= self._known_bytes < now + 2 * self._grain_bytes:
             self._known_bytes = -(-now // self._grain_bytes) * self._grain_bytes
         return now, self._known_bytes

@@ -85,15 +85,13 @@ class Misses:
         missed = measured_bytes - predicted_bytes
         if missed > MISSED_SHARE * predicted_bytes:
             self.surplus_bytes = max(missed, self.surplus_bytes)
-        else:  # as predicted, give or take little
-            self._small_bytes.append(max(0, missed))
-            self.fade(max(self._small_bytes) if missed > 0 else 0)
-        # One that was too low, or had little to do with its step, is no reason to look away from those that follow.
-        if missed > MISSED_SHARE * predicted_bytes:
             self._relapses = min(self._relapses + (self._missed and self.verified >= HELD), MOST_RELAPSES)
             self._missed = True
-            self.verified = 0
-        elif -missed < UNRELATED_SHARE * predicted_bytes:
+            self.verified = 0  # a prediction that was too low is no reason to look away from those that follow
+            return
+        self._small_bytes.append(max(0, missed))
+        self.fade(max(self._small_bytes) if missed > 0 else 0)
+        if -missed < UNRELATED_SHARE * predicted_bytes:  # else it had little to do with its step
             self.verified += 1
 
     def out_of_memory(self, budget_bytes: int) -> None:
