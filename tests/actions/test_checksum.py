@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_mimose.actions.checksum import _of_some, checksum, sample
+from lightning_mimose.actions.checksum import _of_some, _weighted, checksum, sample
 from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
@@ -26,6 +26,20 @@ def test_order_and_sign_of_zero_make_one() -> None:
     assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
     assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_what_an_accelerator_adds_up_knows_every_bit(dtype: torch.dtype) -> None:
+    """Signs, and the lowest bits, at whichever place, of one and of two elements in one or in two pieces."""
+    numbers = torch.arange(1, 70_001).to(dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
+    known = {_weighted(numbers)}
+    for sign in (True, False):
+        for places in ([0], [1], [2], [65_535], [65_536], [65_537], [0, 1], [1, 2], [3, 65_536], [65_536, 65_539]):
+            changed = numbers.clone().view(bits)
+            changed[places] ^= torch.iinfo(bits).min if sign else 1
+            known.add(_weighted(changed.view(dtype)))
+    assert len(known) == 21
 
 
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
