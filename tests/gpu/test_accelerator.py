@@ -78,7 +78,7 @@ class Training:
         mimose = None
         if budget is not None:
             mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=loss_of, actions=actions)
-        for batch in batches:
+        for batch in (*batches, *batches):  # of ten steps one or two learn, and one may run again
             torch.accelerator.reset_peak_memory_stats()
             if mimose is not None:
                 mimose.step(batch)
