@@ -374,6 +374,17 @@ def test_bad_arguments_are_typed_errors(keywords: dict[str, Any], error: type[Ex
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_lazy_modules_have_no_size_yet() -> None:
+    """The error says what to do; after that it works."""
+    model = nn.Sequential(nn.Sequential(nn.LazyLinear(8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1)))
+    with pytest.raises(UnsupportedError, match=r"Sequential has lazy modules, .*'0\.0\.weight'.* run it on one batch"):
+        Mimose(model, budget="1GB")
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with Mimose(model, budget="1GB", loss_fn=lambda model, batch: model(batch).mean()) as mimose:
+        mimose.step(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [

@@ -58,6 +58,7 @@ _handlers: dict[int, _Entry] = {}
 _replacements: weakref.WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = weakref.WeakKeyDictionary()
 """By kind of module: what takes the place of its forward."""
 _IS_OURS = "_mimose_forward"
+_compiles_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
@@ -74,6 +75,8 @@ def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
             return _own_forward(self, args, kwargs)
         switch = entry.switch
         if switch.armed or switch.stops is not None:
+            if _compiles_frames() is not None:  # around us, in a step that is compiled: not ours, nor what we call
+                return torch.compiler.disable(entry.handler)(args, kwargs)
             return entry.handler(args, kwargs)
         # As `_own_forward`: a step that fits comes here once for every unit.
         return self.__dict__[_ORIGINAL](*args, **kwargs) if entry.had_own else type(self).forward(self, *args, **kwargs)

@@ -31,8 +31,9 @@ UNMEASURED_STEPS = 3
 
 TIMED_STEPS = 20
 """Steps on an accelerator that are timed at first, of those that are not measured unit by unit."""
-VAIN_STEPS, MOST_DIMENSIONS = 20, 5
-"""Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can."""
+VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
+"""Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can; and
+twice as many before those in more than a few are, which plans may be made for unless a maximum of them decides."""
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
@@ -92,7 +93,8 @@ class Lessons:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
         if self._learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False
-        return len(self._advisor.independent_dims(size)) > MOST_DIMENSIONS
+        dims = len(self._advisor.independent_dims(size))
+        return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and self._learnt >= 2 * VAIN_STEPS)
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
@@ -246,8 +248,8 @@ class Lessons:
                     "where the budget has ample room for all of it.",
                     stacklevel=5,
                 )
-        elif step.retried:
-            pass  # a retry is recorded for its peak, not to learn from
+        elif step.retried or self._made_state(step):
+            pass  # recorded for its peak, not to learn from
         elif any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
@@ -269,6 +271,16 @@ class Lessons:
                 "the modules themselves, name those that it calls by units=.",
                 stacklevel=5,
             )
+
+    def _made_state(self, step: Step) -> bool:
+        """Whether a step that went on from older gradients has updated for the first time inside itself.
+
+        The optimizer's state that came with that comes once. What a very first step does is known to be of its kind.
+        """
+        if not step.resident.old_gradient_bytes:
+            return False
+        before = step.resident.lasting_bytes - step.batch_bytes - step.others_bytes
+        return self._ledger.lasting_bytes() > before
 
     def _hint(self, about: str, text: str | None) -> None:
         self._advisor.hints.pop(about, None)

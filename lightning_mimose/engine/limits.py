@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_mimose.budget import DeviceMemory, device_memory, parse_budget
 from lightning_mimose.errors import UnsupportedError
@@ -25,7 +26,16 @@ def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
     Example:
         >>> device_of(nn.Linear(2, 2), None)
         device(type='cpu')
+
+    Raises:
+        UnsupportedError: The model has parameters that are made in its first forward.
     """
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has lazy modules, whose parameters ({lazy!r}, for one) have no size before the "
+            "first forward: run it on one batch before training begins (under torch.no_grad(), in setup() say)."
+        )
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     if device == torch.accelerator.current_accelerator():  # which has no index: the current one is meant
         device = torch.device(device.type, torch.accelerator.current_device_index())

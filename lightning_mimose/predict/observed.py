@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.accumulating import either
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
@@ -76,6 +77,9 @@ class Observed:
             each other only the longest is learnt from.
         """
         names = names_of(key)
+        structure, others = either(structure, self.sizes)
+        for other in others:
+            self._rename(other, structure)
         self.habits.add(key, structure.path)
         # One of another kind of batch (a text without images) is a path of its own.
         alike = self.alike(names)
@@ -121,6 +125,13 @@ class Observed:
         self._latest.pop(names, None)
         self._latest[names], self._handing = structure, None
         return True
+
+    def _rename(self, other: Structure, structure: Structure) -> None:
+        """The sizes that were observed of one shape are those of another from now on."""
+        if other != structure:
+            self.sizes[structure] = self.sizes.pop(other) | self.sizes.get(structure, {})
+            self._latest = {kind: structure if each == other else each for kind, each in self._latest.items()}
+            self._first = None if self._first is other else self._first
 
     def _known_as(self, structure: Structure) -> dict[Key, NDArray[np.float64]]:
         """The sizes that were observed of an equal structure, from now on of this very one.

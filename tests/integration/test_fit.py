@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_mimose import MimoseCallback
 from tests.helpers.fits import Fit, batches, run, same
 from tests.helpers.meter import MeterCallback
-from tests.helpers.models import Task, ValidatedTask
+from tests.helpers.models import Task, ValidatedTask, text_batch
 from tests.helpers.pairs import saving
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,6 +142,35 @@ class Manual(Task):
         optimizer.step()
 
 
+class Accumulating(Task):
+    """Adds up four batches by hand, and zeroes after the update."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Forward and backward; every fourth time an update."""
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.model(**batch).loss / 4)
+        if batch_idx % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ZeroingFirst(Task):
+    """The same, but zeroes before the next forward: such a step begins as those do that add to what there is."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Forward and backward; every fourth time an update."""
+        optimizer: Any = self.optimizers()
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(self.model(**batch).loss / 4)
+        if batch_idx % 4 == 3:
+            optimizer.step()
+
+
 class Alternating(Task):
     """Two optimizers, two forwards a batch, as for a GAN."""
 
@@ -221,6 +251,32 @@ def test_unusual_loops_are_held_and_exact(task: type[Task]) -> None:
     assert held(fit, callback)
     assert same(plain.weights(), fit.weights())
     assert any(not r.sheltered for r in callback.records)
+
+
+@pytest.mark.conformance("How people train", "manual optimization that accumulates gradients", "works")
+@pytest.mark.parametrize("task", [Accumulating, ZeroingFirst])
+@pytest.mark.parametrize("share", [0.6, 1.05])
+def test_gradients_are_added_up_by_hand(task: type[Task], share: float) -> None:
+    """No step is above the budget, none is refused that fits, and those that free old gradients are predicted high.
+
+    The optimizer's state comes in the fourth step, which says nothing of later ones of that size.
+    """
+    lengths = random.Random(0).choices(range(8, 40), k=40)
+    lengths[19] = lengths[3]
+    data = [text_batch(2, length, number) for number, length in enumerate(lengths)]
+    plain = run(task=task, data=data)
+    callback = MimoseCallback(plain.budget(share))
+    fit = run(callback, task=task, data=data)
+    assert held(fit, callback)
+    assert same(plain.weights(), fit.weights())
+    assert any(record.actions for record in callback.records if not record.sheltered) == (share < 1)
+    steps = [(r, peak) for r, peak in zip(callback.records, fit.peaks, strict=True) if not r.sheltered]
+    assert len(steps) >= 30
+    for record, peak in steps:
+        assert record.predicted_peak_bytes is not None
+        assert record.predicted_peak_bytes >= 0.99 * peak
+        if task is Accumulating or record.batch_idx % 4:
+            assert record.predicted_peak_bytes <= 1.01 * peak
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")

@@ -385,6 +385,30 @@ def test_what_follows_from_no_size_is_no_reason_to_read_further_inside() -> None
         assert not any(record.sheltered for record in list(mimose.records)[-10:])
 
 
+class Padded(nn.Module):
+    """Pads a list of texts to the longest of them: a maximum of three sizes, which no polynomial follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TinyText(layers=2, hidden=32)
+
+    def forward(self, texts: list[torch.Tensor], labels: torch.Tensor) -> Any:
+        """As the model inside."""
+        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        return self.text(input_ids=ids, labels=labels)
+
+
+def test_lists_of_a_few_tensors_are_planned() -> None:
+    """Their sizes are read behind the padding once forty of them have told nothing about the next."""
+    torch.manual_seed(0)
+    sizes = random.Random(0)
+    with Mimose(Padded(), budget="1GB") as mimose:
+        for _ in range(60):
+            lengths = sizes.choices(range(8, 64), k=3)
+            mimose.step({"texts": [torch.randint(32, (n,)) for n in lengths], "labels": torch.tensor([0, 1, 1])})
+        assert not any(record.sheltered for record in list(mimose.records)[-8:])
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_what_was_known_before_sizes_were_read_inside_in_vain_is_taken_up_again(forgotten: bool) -> None:
     """The first step after that is planned; not if what was measured holds no more for another reason."""

@@ -650,6 +650,35 @@ def test_a_lightning_module_that_is_one_graph() -> None:
     assert same(*weights)
 
 
+class CompiledLoss(Task):
+    """`torch.compile` of what the training step calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._compiled: Any = torch.compile(self._loss_of, backend="eager", dynamic=True)
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss."""
+        loss: torch.Tensor = self._compiled(batch)
+        return loss
+
+
+@dynamo
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.conformance(WAYS, "a compiled function that calls the model, under a profiler", "works")
+def test_a_compiled_function_under_a_profiler() -> None:
+    """Where torch runs what it calls as frames of their own, it compiles none of ours."""
+    plain = run(task=CompiledLoss, data=few())
+    callback = MimoseCallback("1GB")
+    fit = run(callback, task=CompiledLoss, data=few())
+    assert same(plain.weights(), fit.weights())
+    assert len(callback.records) == len(few())
+
+
 @dynamo
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.conformance(WAYS, "units= that names a part of a compiled block", "refused")

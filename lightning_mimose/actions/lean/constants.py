@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.attention import Masked, argument
-from lightning_mimose.actions.lean.handles import base_of
+from lightning_mimose.actions.lean.handles import base_of, storages_of
 
 
 class Constants(TorchFunctionMode):
@@ -24,10 +24,14 @@ class Constants(TorchFunctionMode):
             that of `linear` on its own result.
         changed: (node, output) whose tensor was another than the node's result when an operation was given it:
             written under `no_grad`, through `detach()` or a view, handed out by `.data`, or replaced by way of it.
+
+    Args:
+        arguments: Storages of what the unit was given. Tensors of its own would only live for being noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Set[int]) -> None:
         super().__init__()
+        self._arguments = arguments
         self.seen: dict[Any, dict[str, Any]] = {}
         self.dropout: float | None = None
         self.masked: Masked | None = None
@@ -114,8 +118,8 @@ class Constants(TorchFunctionMode):
             self._note(out, operand=args[1], swapped=_SUMS[func])
         elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
             without = [i for i in (0, 1) if isinstance(args[i], torch.Tensor) and not args[i].requires_grad]
-            if len(without) == 1:  # a mask, which the node does not know
-                self._note(out, operand=args[without[0]], swapped=without == [0])
+            if len(without) == 1 and storages_of([args[without[0]]]) & self._arguments:
+                self._note(out, operand=args[without[0]], swapped=without == [0])  # a mask, which the node knows not
         return out
 
     def _linear(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ is shared among them while one backward pass lasts, and let go of with the last 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -178,8 +179,8 @@ class Rebuilt(Handle):
         """The value, made now or at another use in the same backward pass."""
         if self._kept is not None:
             return self._kept.value()
-        task = _pass()
-        if task != self._task or task[0] == -1:
+        task, compared = _pass(), _comparison.made
+        if task != self._task or (task[0] == -1 and compared is None):
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
             self._task, self._memo = task, None
         made = self._memo  # looked at once: another thread may let go of it
@@ -190,6 +191,9 @@ class Rebuilt(Handle):
                 # A pass that keeps the graph, or runs a part of it, does not come to the last use.
                 # Weakly: what a recipe is made from must not live to the end of the pass.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
+            elif self.uses > 0 and compared is not None:
+                self._memo = made
+                compared.append(self)
         return made
 
     def _made(self) -> torch.Tensor:
@@ -211,6 +215,7 @@ class Recipe(Rebuilt):
 
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
+        chain: How many operations of the same unit lead to it, itself included.
 
     Args:
         rebuild: Makes it from the values of `inputs`.
@@ -224,7 +229,17 @@ class Recipe(Rebuilt):
         takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
     """
 
-    __slots__ = ("_gives_away", "_rebuild", "_takes_out", "_threads", "inputs", "is_view", "widest_bytes", "work")
+    __slots__ = (
+        "_gives_away",
+        "_rebuild",
+        "_takes_out",
+        "_threads",
+        "chain",
+        "inputs",
+        "is_view",
+        "widest_bytes",
+        "work",
+    )
 
     def __init__(
         self,
@@ -243,6 +258,7 @@ class Recipe(Rebuilt):
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
+        self.chain = 1
         made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
         self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
 
@@ -324,9 +340,29 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
     return _without_autocast(handle.value)
 
 
+class _Comparison(threading.local):
+    """What was made for the comparison that this thread is at, if it is at one."""
+
+    made: list[Rebuilt] | None = None
+
+
+_comparison = _Comparison()
+
+
 def rebuilt_now(handle: Handle) -> torch.Tensor:
-    """What `unpack` will give, for a comparison; counts as no use."""
-    return _without_autocast(handle.value)
+    """What `unpack` will give, for a comparison; counts as no use.
+
+    As in a backward pass, what was saved on the way to it is made once: a loop's states are each made from the last.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return _without_autocast(handle.value)
+    made = _comparison.made = []
+    try:
+        return _without_autocast(handle.value)
+    finally:
+        _comparison.made = None
+        for each in made:
+            each.forget()
 
 
 def _without_autocast(get: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, View, is_plain
 from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
-"""Operations that may be run to rebuild one tensor from what is kept."""
+"""Operations that may be run to rebuild one tensor from what is kept or saved."""
+LONGEST_THROUGH_SAVED = 36
+"""The same where some of those on the way are saved themselves, and rebuilt: a loop's states, each from the last."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -32,7 +34,8 @@ class Values:
         owner: Stands in handles for the call that they were made in.
         start: The number of autograd's next node when the call began.
         arguments: Storages that may be used again in backward.
-        borrowed: Arguments that recipes use, and that autograd would not look at again.
+        borrowed: Storages of those that recipes use, and that autograd would not look at again. Not the tensors:
+            autograd keeps whoever packed one, to the end of the unit's backward.
         notes: What operations were called with.
         in_scores: While attention's scores are looked for.
 
@@ -49,8 +52,8 @@ class Values:
         self.owner = object()
         self.start = 0
         self.arguments: set[int] = set()
-        self.borrowed: list[torch.Tensor] = []
-        self.notes = Constants()
+        self.borrowed: set[int] = set()
+        self.notes = Constants(self.arguments)
         self.in_scores = False
 
     def forget(self) -> None:
@@ -67,7 +70,7 @@ class Values:
         """
         if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self.arguments:
             return None
-        self.borrowed.append(tensor)
+        self.borrowed.add(tensor.untyped_storage()._cdata)
         kept = Kept(tensor)
         kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
         return kept
@@ -130,8 +133,17 @@ class Values:
             gives_away=made.gives_away,
             takes_out=made.takes_out,
         )
+        recipe.owner = self.owner
+        recipe.chain = 1 + max((self._chain_of(each) for each in inputs), default=0)
+        if recipe.chain > LONGEST_THROUGH_SAVED:
+            return None
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
+
+    def _chain_of(self, handle: Handle) -> int:
+        """How many operations of this unit lead to a value."""
+        base = handle.base if isinstance(handle, View) else handle
+        return base.chain if isinstance(base, Recipe) and base.owner is self.owner else 0
 
     def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""

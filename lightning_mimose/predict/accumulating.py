@@ -1,0 +1,62 @@
+"""Loops that zero gradients when they like: some steps add to older ones, others let go of them first.
+
+Which of the two the next step will do does not show at its start. So as soon as steps of one shape were seen to do
+either, they count as one shape, in which as many gradients are alive as were made by then, or as there were before,
+whichever is more. That is what a step holds that adds to older ones, or finds none, and more than one that frees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_mimose.predict.structure import Structure
+
+EITHER = -1
+"""In place of a structure's older gradients: whether they are added to is not known before its steps."""
+
+
+def either(structure: Structure, known: Iterable[Structure]) -> tuple[Structure, list[Structure]]:
+    """The shape that a measured step counts as, and the known ones that count as that from now on.
+
+    Args:
+        structure: The step's shape.
+        known: Those of the steps before it.
+
+    Returns:
+        Itself and none, unless both kinds of steps were seen.
+    """
+    if structure.old_gradient_bytes is None:
+        return structure, []
+    bare = without_gradients(structure)
+    alike = [
+        each
+        for each in known
+        if each.old_gradient_bytes is not None and each.path == structure.path and without_gradients(each) == bare
+    ]
+    kinds = {adds(each) for each in (structure, *alike)}
+    if len(kinds) == 1:
+        return structure, []
+    made = [max(each) for each in zip(*(_made(each) for each in (structure, *alike)), strict=True)]
+    positions = tuple(
+        replace(position, gradient_bytes=nbytes, old_gradient_bytes=0)
+        for position, nbytes in zip(structure.positions, made, strict=True)
+    )
+    return replace(structure, positions=positions, old_gradient_bytes=EITHER), alike
+
+
+def adds(structure: Structure) -> bool | None:
+    """Whether the backward of such steps begins beside older gradients; None: it does or does not."""
+    if structure.old_gradient_bytes == EITHER:
+        return None
+    return any(position.old_gradient_bytes for position in structure.positions if position.backward)
+
+
+def without_gradients(structure: Structure) -> Structure:
+    """The same with no word of gradients."""
+    positions = (replace(each, gradient_bytes=0, old_gradient_bytes=0) for each in structure.positions)
+    return replace(structure, positions=tuple(positions), old_gradient_bytes=0)
+
+
+def _made(structure: Structure) -> list[int]:
+    return [position.gradient_bytes for position in structure.positions]

@@ -1,0 +1,159 @@
+"""Lean blocks of unusual kinds, on a meter of their own: in the budget, as predicted, and with the plain run's bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_mimose import Mimose
+from tests.helpers.loops import plain_step
+from tests.helpers.meter import PeakMeter
+
+WIDTH = 48
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, inward: int, outward: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(inward, outward).requires_grad_(False)
+        self.down, self.up = nn.Linear(inward, 4, bias=False), nn.Linear(4, outward, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Their sum."""
+        out: torch.Tensor = self.frozen(x) + self.up(self.down(x))
+        return out
+
+
+class Adapters(nn.Module):
+    """A block of which only adapters are trained: the first one's argument has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.wide, self.back = Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.back(functional.gelu(self.wide(self.norm(x))))
+
+
+class Noisy(nn.Module):
+    """Adds noise, which lives no longer than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.back(functional.gelu(self.wide(self.norm(x + 0.1 * torch.randn_like(x)))))
+
+
+class Guided(nn.Module):
+    """Adds what a frozen branch makes of its input, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, 8 * WIDTH).requires_grad_(False)
+        self.wide, self.back = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        return x + self.back(functional.gelu(self.frozen(x.detach()) + self.wide(x)))
+
+
+class Scan(nn.Module):
+    """A state that goes from step to step, each made from the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.rate, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        given, rate = self.inward(x), functional.softplus(self.rate(x))
+        decay, state, states = torch.exp(-rate), torch.zeros_like(given[:, 0]), []
+        for time in range(x.shape[1]):
+            state = decay[:, time] * state + rate[:, time] * given[:, time]
+            states.append(state)
+        out: torch.Tensor = x + self.out(torch.stack(states, 1))
+        return out
+
+
+class Model(nn.Module):
+    """Blocks of one kind behind an embedding."""
+
+    def __init__(self, kind: type[nn.Module], depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, WIDTH).requires_grad_(kind is not Adapters)
+        self.blocks = nn.ModuleList(kind() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).pow(2).mean()
+        return loss
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """What the model returns."""
+    loss: torch.Tensor = model(batch)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest", "share"),
+    [
+        pytest.param(
+            Adapters, 300, 0.5, marks=pytest.mark.conformance("Lean saves", "adapters in a frozen model", "works")
+        ),
+        (Noisy, 240, 0.5),
+        (Guided, 240, 0.5),
+        pytest.param(
+            Scan, 72, 0.75, marks=pytest.mark.conformance("Lean saves", "a block that loops over time", "works")
+        ),
+    ],
+)
+def test_held_as_predicted(kind: type[nn.Module], longest: int, share: float) -> None:
+    """No step above the budget, first ones included; planned ones within 0.5 % (a scan 5 % below); same weights."""
+    sizes = random.Random(11)
+    count = 12 if kind is not Scan else 6
+    lengths = [longest, *(sizes.randrange(longest // 6, longest) for _ in range(count - 1))]
+    if kind is Scan:
+        lengths = [longest] * count  # whose first steps try all there is beside a budget that is nearly full
+    batches = [torch.randint(100, (8, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model(kind, 4))
+        optimizers.append(torch.optim.SGD([p for p in models[-1].parameters() if p.requires_grad], 0.1))
+    peaks, residents = [], []
+    for step, batch in enumerate(batches):
+        torch.manual_seed(step)
+        with PeakMeter(models[0], optimizers[0], batch) as meter:
+            plain_step(models[0], optimizers[0], batch, loss_of)
+        peaks.append(meter.peak_bytes)
+        residents.append(meter.resident_bytes)
+    budget = int(max(residents) + share * (max(peaks) - max(residents)))
+    with Mimose(models[1], budget=budget, optimizer=optimizers[1], loss_fn=loss_of) as mimose:
+        for step, batch in enumerate(batches):
+            torch.manual_seed(step)
+            with PeakMeter(models[1], optimizers[1], batch) as meter:
+                mimose.step(batch)
+            assert meter.peak_bytes <= budget
+            record = mimose.records[-1]
+            if record.predicted_peak_bytes is not None and record.measured_peak_bytes is None:
+                assert meter.peak_bytes <= 1.005 * record.predicted_peak_bytes
+                assert meter.peak_bytes >= (0.95 if kind is Scan else 0.995) * record.predicted_peak_bytes
+        assert sum(record.sheltered for record in mimose.records) <= 4
+        assert any(record.lean_units for record in mimose.records if not record.sheltered)
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
