@@ -184,5 +184,5 @@ def _has_gradients(module: nn.Module) -> bool:
 
 
 def trained_parameters(module: nn.Module) -> int:
-    """Identifies parameters and which are trained: callbacks that freeze, unfreeze or prune change them in mid-run."""
-    return hash(tuple((name, each.shape, each.requires_grad) for name, each in module.named_parameters()))
+    """Identifies parameters and which are trained: callbacks freeze, unfreeze, prune or replace them in mid-run."""
+    return hash(tuple((name, id(each), each.shape, each.requires_grad) for name, each in module.named_parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -451,6 +452,30 @@ def test_a_model_that_is_pruned_in_mid_run_is_learnt_again() -> None:
     assert callback.records[8].sheltered
     assert max(budgeted.peaks) <= plain.budget(0.7)
     assert same(plain.weights(), budgeted.weights())
+
+
+class Renewing(Task):
+    """Replaces a block by a new one of the same shapes before the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """By one that begins where the old one ended."""
+        if self.current_epoch == 1:
+            blocks = cast(nn.ModuleList, self.model.layers)
+            old, blocks[1] = blocks[1], copy.deepcopy(blocks[0])
+            vars(blocks[1]).pop("forward", None)  # it was copied in mid-training
+            blocks[1].load_state_dict(old.state_dict())
+            self.trainer.optimizers[0].add_param_group({"params": list(blocks[1].parameters())})
+
+
+def test_a_block_that_is_replaced_is_planned() -> None:
+    """As the one before it was, from the next epoch on."""
+    plain = run(task=Renewing, data=batches(count=8), max_epochs=2)
+    callback = MimoseCallback(plain.budget(0.7), actions=["recompute"])
+    budgeted = run(callback, task=Renewing, data=batches(count=8), max_epochs=2)
+    assert max(budgeted.peaks) <= plain.budget(0.7)
+    assert same(plain.weights(), budgeted.weights())
+    again = [record for record in callback.records if record.epoch == 1 and not record.sheltered]
+    assert any("model.layers.1" in unit for record in again for unit in record.actions)
 
 
 def test_a_size_that_says_nothing_is_measured_until_predictions_hold() -> None:
