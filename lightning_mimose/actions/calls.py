@@ -194,7 +194,7 @@ class _Calls:
             session.inside -= 1
 
     def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session, leaves = self._session, tree_leaves((args, kwargs))
+        session = self._session
         session.inside += 1
         try:
             saves = LeanSaves(
@@ -202,7 +202,7 @@ class _Calls:
                 grade,
                 leaves=self._state.parameters(),
                 held=self._state.buffers(),
-                given=leaves,
+                given=tree_leaves((args, kwargs)),
                 returned=session.returned,
             )
             with saves.active():
@@ -211,7 +211,7 @@ class _Calls:
                     self._return(saves, out, session.hands_on[self._name] >= grade)
             make_in_backward(saves.taken, out)
             self._findings.learn_from(saves)
-            self._note_given(saves.borrowed(leaves))
+            self._note_given(saves.borrowed)
             return out
         finally:
             session.inside -= 1

@@ -6,7 +6,6 @@ is shared among them while one backward pass lasts, and let go of with the last 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -179,8 +178,8 @@ class Rebuilt(Handle):
         """The value, made now or at another use in the same backward pass."""
         if self._kept is not None:
             return self._kept.value()
-        task, compared = _pass(), _comparison.made
-        if task != self._task or (task[0] == -1 and compared is None):
+        task = _pass()
+        if task != self._task or task[0] == -1:
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
             self._task, self._memo = task, None
         made = self._memo  # looked at once: another thread may let go of it
@@ -191,9 +190,6 @@ class Rebuilt(Handle):
                 # A pass that keeps the graph, or runs a part of it, does not come to the last use.
                 # Weakly: what a recipe is made from must not live to the end of the pass.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
-            elif self.uses > 0 and compared is not None:
-                self._memo = made
-                compared.append(self)
         return made
 
     def _made(self) -> torch.Tensor:
@@ -215,7 +211,9 @@ class Recipe(Rebuilt):
 
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
-        chain: How many operations of the same unit lead to it, itself included.
+        chain: How many operations of the same call lead to it, itself included.
+        made_in: Stands for that call, whoever has packed it (`owner`).
+        longest_first: Indices of `inputs`, where their chains are long.
 
     Args:
         rebuild: Makes it from the values of `inputs`.
@@ -237,6 +235,8 @@ class Recipe(Rebuilt):
         "chain",
         "inputs",
         "is_view",
+        "longest_first",
+        "made_in",
         "widest_bytes",
         "work",
     )
@@ -258,7 +258,8 @@ class Recipe(Rebuilt):
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
-        self.chain = 1
+        self.chain, self.made_in = 1, object()
+        self.longest_first: Sequence[int] = range(len(self.inputs))
         made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
         self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
 
@@ -293,7 +294,11 @@ class Recipe(Rebuilt):
         if torch.is_grad_enabled():  # as it is not in backward, mostly
             with torch.no_grad():
                 return self._followed()
-        values = [each.value() for each in self.inputs]
+        values: list[Any] = [None] * len(self.inputs)
+        # In a backward pass what was saved is made once. Elsewhere it is made again for every link of a chain, and what
+        # is made before the rest of the chain waits for that.
+        for place in range(len(values)) if _pass()[0] != -1 else self.longest_first:
+            values[place] = self.inputs[place].value()
         index = self.overwritten
         if index is None or not _in_one_order(values[index], values):
             return self._rebuild(*values)
@@ -340,29 +345,9 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
     return _without_autocast(handle.value)
 
 
-class _Comparison(threading.local):
-    """What was made for the comparison that this thread is at, if it is at one."""
-
-    made: list[Rebuilt] | None = None
-
-
-_comparison = _Comparison()
-
-
 def rebuilt_now(handle: Handle) -> torch.Tensor:
-    """What `unpack` will give, for a comparison; counts as no use.
-
-    As in a backward pass, what was saved on the way to it is made once: a loop's states are each made from the last.
-    """
-    if torch._C._current_graph_task_id() != -1:
-        return _without_autocast(handle.value)
-    made = _comparison.made = []
-    try:
-        return _without_autocast(handle.value)
-    finally:
-        _comparison.made = None
-        for each in made:
-            each.forget()
+    """What `unpack` will give, for a comparison; counts as no use."""
+    return _without_autocast(handle.value)
 
 
 def _without_autocast(get: Callable[[], torch.Tensor]) -> torch.Tensor:

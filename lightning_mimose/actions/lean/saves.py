@@ -110,9 +110,10 @@ class LeanSaves:
         self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
 
-    def borrowed(self, given: Iterable[Any]) -> list[torch.Tensor]:
-        """Which arguments recipes use that autograd would not look at again."""
-        return [tensor for tensor in given if storages_of([tensor]) & self._values.borrowed]
+    @property
+    def borrowed(self) -> list[torch.Tensor]:
+        """Arguments that recipes use, and that autograd would not look at again."""
+        return [tensor for ref in self._values.borrowed if (tensor := ref()) is not None]
 
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""

@@ -5,6 +5,7 @@ Each is looked for once, from the operation's node back to what was saved, to ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -34,8 +35,8 @@ class Values:
         owner: Stands in handles for the call that they were made in.
         start: The number of autograd's next node when the call began.
         arguments: Storages that may be used again in backward.
-        borrowed: Storages of those that recipes use, and that autograd would not look at again. Not the tensors:
-            autograd keeps whoever packed one, to the end of the unit's backward.
+        borrowed: Arguments that autograd would not look at again, as long as recipes use them: autograd itself
+            keeps whoever packed a tensor to the end of the unit's backward.
         notes: What operations were called with.
         in_scores: While attention's scores are looked for.
 
@@ -52,7 +53,7 @@ class Values:
         self.owner = object()
         self.start = 0
         self.arguments: set[int] = set()
-        self.borrowed: set[int] = set()
+        self.borrowed: list[weakref.ref[torch.Tensor]] = []
         self.notes = Constants(self.arguments)
         self.in_scores = False
 
@@ -70,8 +71,8 @@ class Values:
         """
         if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self.arguments:
             return None
-        self.borrowed.add(tensor.untyped_storage()._cdata)
         kept = Kept(tensor)
+        self.borrowed.append(weakref.ref(kept.value()))
         kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
         return kept
 
@@ -133,17 +134,20 @@ class Values:
             gives_away=made.gives_away,
             takes_out=made.takes_out,
         )
-        recipe.owner = self.owner
-        recipe.chain = 1 + max((self._chain_of(each) for each in inputs), default=0)
+        recipe.made_in = self.owner
+        chains = [self._chain_of(each) for each in inputs]
+        recipe.chain = 1 + max(chains, default=0)
         if recipe.chain > LONGEST_THROUGH_SAVED:
             return None
+        if recipe.chain > LONGEST_CHAIN:
+            recipe.longest_first = sorted(range(len(inputs)), key=chains.__getitem__, reverse=True)
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
     def _chain_of(self, handle: Handle) -> int:
-        """How many operations of this unit lead to a value."""
+        """How many operations of this call lead to a value; what another unit has returned is made when that is due."""
         base = handle.base if isinstance(handle, View) else handle
-        return base.chain if isinstance(base, Recipe) and base.owner is self.owner else 0
+        return base.chain if isinstance(base, Recipe) and base.made_in is self.owner else 0
 
     def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
