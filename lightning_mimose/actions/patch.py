@@ -58,7 +58,7 @@ _handlers: dict[int, _Entry] = {}
 _replacements: weakref.WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = weakref.WeakKeyDictionary()
 """By kind of module: what takes the place of its forward."""
 _IS_OURS = "_mimose_forward"
-_compiles_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_compiles_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:

@@ -236,7 +236,8 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
-        if not (step.undecided or step.retried):
+        made_state = self._made_state(step)
+        if not (step.undecided or step.retried or made_state):
             self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             if not self._told_apart:
@@ -248,7 +249,7 @@ class Lessons:
                     "where the budget has ample room for all of it.",
                     stacklevel=5,
                 )
-        elif step.retried or self._made_state(step):
+        elif step.retried or made_state:
             pass  # recorded for its peak, not to learn from
         elif any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes

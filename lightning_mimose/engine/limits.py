@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 
 import torch
 from torch import nn
@@ -28,12 +29,13 @@ def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
         device(type='cpu')
 
     Raises:
-        UnsupportedError: The model has parameters that are made in its first forward.
+        UnsupportedError: The model has parameters or buffers that are made in its first forward.
     """
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} has lazy modules, whose parameters ({lazy!r}, for one) have no size before the "
+            f"{type(model).__name__} has lazy modules, whose tensors ({lazy!r}, for one) have no size before the "
             "first forward: run it on one batch before training begins (under torch.no_grad(), in setup() say)."
         )
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))

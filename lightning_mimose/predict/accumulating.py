@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from lightning_mimose.predict.structure import Structure
 
@@ -26,16 +27,18 @@ def either(structure: Structure, known: Iterable[Structure]) -> tuple[Structure,
     Returns:
         Itself and none, unless both kinds of steps were seen.
     """
-    if structure.old_gradient_bytes is None:
+    if structure.old_gradient_bytes is None or _kind(structure) == "other":
         return structure, []
     bare = without_gradients(structure)
     alike = [
         each
         for each in known
-        if each.old_gradient_bytes is not None and each.path == structure.path and without_gradients(each) == bare
+        if each.old_gradient_bytes is not None
+        and each.path == structure.path
+        and _kind(each) != "other"
+        and without_gradients(each) == bare
     ]
-    kinds = {adds(each) for each in (structure, *alike)}
-    if len(kinds) == 1:
+    if len({_kind(each) for each in (structure, *alike)}) == 1:
         return structure, []
     made = [max(each) for each in zip(*(_made(each) for each in (structure, *alike)), strict=True)]
     positions = tuple(
@@ -45,11 +48,17 @@ def either(structure: Structure, known: Iterable[Structure]) -> tuple[Structure,
     return replace(structure, positions=positions, old_gradient_bytes=EITHER), alike
 
 
-def adds(structure: Structure) -> bool | None:
-    """Whether the backward of such steps begins beside older gradients; None: it does or does not."""
+def _kind(structure: Structure) -> Literal["adds", "frees", "either", "other"]:
+    """What becomes of the older gradients of such steps: all are added to, or all are gone before backward.
+
+    Others keep a part of them (two networks in turns), as a rule the same one in every step, which is known exactly.
+    """
     if structure.old_gradient_bytes == EITHER:
-        return None
-    return any(position.old_gradient_bytes for position in structure.positions if position.backward)
+        return "either"
+    alive = {position.old_gradient_bytes for position in structure.positions if position.backward}
+    if alive <= {0}:
+        return "frees"
+    return "adds" if alive <= {0, structure.old_gradient_bytes} else "other"  # after an update they may be gone
 
 
 def without_gradients(structure: Structure) -> Structure:

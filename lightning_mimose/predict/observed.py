@@ -79,6 +79,9 @@ class Observed:
         names = names_of(key)
         structure, others = either(structure, self.sizes)
         for other in others:
+            if other is not self._first:
+                structure = structure.with_holds_of(other)
+        for other in others:
             self._rename(other, structure)
         self.habits.add(key, structure.path)
         # One of another kind of batch (a text without images) is a path of its own.

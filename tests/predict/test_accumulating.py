@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mimose.predict.accumulating import EITHER, adds, either
+from lightning_mimose.predict.accumulating import EITHER, either
 from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.rows import levels
-from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.predict.shapes import NEVER, Resident
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
-from tests.predict.test_structure import observed
+from tests.predict.test_structure import HUB, observed
 
 OLD = 1_000_000
 
@@ -38,10 +39,33 @@ def kinds(structure: Structure) -> tuple[Structure, Structure, Structure]:
 def test_one_kind_stays_what_it_is(measured: Structure) -> None:
     """The usual loop frees them in every step but the first, which finds none."""
     none, freed, kept = kinds(measured)
-    assert (adds(none), adds(freed), adds(kept)) == (False, False, True)
     assert either(freed, [none]) == (freed, [])
     assert either(kept, [kept]) == (kept, [])
     assert either(measured, [none, freed, kept]) == (measured, [])  # a loop of which it is known when it frees them
+
+
+def test_steps_that_keep_a_part_are_known_exactly(measured: Structure) -> None:
+    """One of two networks' gradients, say: every step but the first, which finds none, is like the others."""
+    none, freed, kept = kinds(measured)
+    some = tuple(replace(p, old_gradient_bytes=OLD // 3 if p.backward else OLD) for p in measured.positions)
+    part = replace(measured, old_gradient_bytes=OLD, positions=some)
+    assert either(part, [none, freed, kept]) == (part, [])
+    assert either(none, [part]) == (none, [])
+
+
+def test_holds_are_kept() -> None:
+    """An input that somebody was seen to hold longer is held longer by the steps of either kind."""
+    make, batch_of = HUB["t5"]
+    measured = observed(make(), batch_of(2, 16)).structure
+    none, freed, kept = kinds(measured)
+    longer = replace(freed, loose=(replace(freed.loose[0], since_time=NEVER), *freed.loose[1:]))
+    observations = Observed()
+    values = np.zeros(measured.columns)
+    for number, structure in enumerate((none, longer, kept, kept)):
+        observations.add((("batch", number),), structure, values, 0)
+    (one,) = observations.sizes
+    assert one.old_gradient_bytes == EITHER
+    assert one.loose[0].since_time == NEVER
 
 
 def test_both_kinds_are_one(measured: Structure) -> None:

@@ -211,9 +211,9 @@ class Recipe(Rebuilt):
 
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
-        chain: How many operations of the same call lead to it, itself included.
+        operations: How many of the same call are run for it where nothing is made once for several.
         made_in: Stands for that call, whoever has packed it (`owner`).
-        longest_first: Indices of `inputs`, where their chains are long.
+        longest_first: Indices of `inputs`, the one that takes most of them first where there are many.
 
     Args:
         rebuild: Makes it from the values of `inputs`.
@@ -232,11 +232,11 @@ class Recipe(Rebuilt):
         "_rebuild",
         "_takes_out",
         "_threads",
-        "chain",
         "inputs",
         "is_view",
         "longest_first",
         "made_in",
+        "operations",
         "widest_bytes",
         "work",
     )
@@ -258,7 +258,7 @@ class Recipe(Rebuilt):
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
-        self.chain, self.made_in = 1, object()
+        self.operations, self.made_in = 1, object()
         self.longest_first: Sequence[int] = range(len(self.inputs))
         made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
         self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)

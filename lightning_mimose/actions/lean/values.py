@@ -20,8 +20,9 @@ from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
 """Operations that may be run to rebuild one tensor from what is kept or saved."""
-LONGEST_THROUGH_SAVED = 36
-"""The same where some of those on the way are saved themselves, and rebuilt: a loop's states, each from the last."""
+MOST_OPERATIONS = 128
+"""The same where those on the way are saved, too, and nothing is made once for several, as in a comparison: a loop's
+states are each made from the last, twice in some loops. The most in seven models of `bench.models` was 76."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -135,19 +136,19 @@ class Values:
             takes_out=made.takes_out,
         )
         recipe.made_in = self.owner
-        chains = [self._chain_of(each) for each in inputs]
-        recipe.chain = 1 + max(chains, default=0)
-        if recipe.chain > LONGEST_THROUGH_SAVED:
+        operations = [self._operations_of(each) for each in inputs]
+        recipe.operations = 1 + sum(operations)
+        if recipe.operations > MOST_OPERATIONS:
             return None
-        if recipe.chain > LONGEST_CHAIN:
-            recipe.longest_first = sorted(range(len(inputs)), key=chains.__getitem__, reverse=True)
+        if recipe.operations > LONGEST_CHAIN:
+            recipe.longest_first = sorted(range(len(inputs)), key=operations.__getitem__, reverse=True)
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
 
-    def _chain_of(self, handle: Handle) -> int:
-        """How many operations of this call lead to a value; what another unit has returned is made when that is due."""
+    def _operations_of(self, handle: Handle) -> int:
+        """How many of this call are run for a value; what another unit has returned is made when that is due."""
         base = handle.base if isinstance(handle, View) else handle
-        return base.chain if isinstance(base, Recipe) and base.made_in is self.owner else 0
+        return base.operations if isinstance(base, Recipe) and base.made_in is self.owner else 0
 
     def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
