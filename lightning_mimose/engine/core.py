@@ -24,7 +24,7 @@ from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.decisions import Decisions
 from lightning_mimose.engine.inlets import Inlets
 from lightning_mimose.engine.lessons import Lessons
-from lightning_mimose.engine.limits import device_bytes, device_of, host_bytes
+from lightning_mimose.engine.limits import device_bytes, device_of, host_bytes, refuse_lazy
 from lightning_mimose.engine.metering import Metering
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.running import Running
@@ -66,7 +66,7 @@ class Engine:
     Raises:
         BudgetError: The budget cannot be understood, or exceeds the device.
         UnitsError: There is nothing to plan.
-        UnsupportedError: The device's memory cannot be read.
+        UnsupportedError: The device's memory cannot be read, or the model has lazy modules.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Engine:
         profile: bool = True,
     ) -> None:
         self.model = model
+        refuse_lazy(model)
         self.device = device_of(model, device)
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.

@@ -137,7 +137,6 @@ class Lessons:
         if step.recorder is None or not step.measuring:
             return
         step.evaluated_again |= self._update.evaluates
-        state_before = step.resident.lasting_bytes - step.batch_bytes - step.others_bytes
         seen = step.recorder.sees_old_frees or not step.evaluated_again
         trace, step.recorder = step.recorder.stop(), None
         if not seen:
@@ -149,7 +148,7 @@ class Lessons:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
             self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
-        if self._ledger.lasting_bytes() == state_before and not step.evaluated_again:
+        if self._ledger.lasting_bytes() == step.own_lasting_bytes and not step.evaluated_again:
             self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
 
     def of_strangers(self, step: Step) -> None:
@@ -278,10 +277,7 @@ class Lessons:
 
         The optimizer's state that came with that comes once. What a very first step does is known to be of its kind.
         """
-        if not step.resident.old_gradient_bytes:
-            return False
-        before = step.resident.lasting_bytes - step.batch_bytes - step.others_bytes
-        return self._ledger.lasting_bytes() > before
+        return step.resident.old_gradient_bytes > 0 and self._ledger.lasting_bytes() > step.own_lasting_bytes
 
     def _hint(self, about: str, text: str | None) -> None:
         self._advisor.hints.pop(about, None)

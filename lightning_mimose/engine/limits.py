@@ -17,16 +17,8 @@ from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 
 
-def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
-    """Where the steps of a model run.
-
-    Args:
-        model: The model.
-        device: The device that was named; None asks the model's parameters.
-
-    Example:
-        >>> device_of(nn.Linear(2, 2), None)
-        device(type='cpu')
+def refuse_lazy(model: nn.Module) -> None:
+    """See whether all that is resident has a size.
 
     Raises:
         UnsupportedError: The model has parameters or buffers that are made in its first forward.
@@ -38,6 +30,19 @@ def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
             f"{type(model).__name__} has lazy modules, whose tensors ({lazy!r}, for one) have no size before the "
             "first forward: run it on one batch before training begins (under torch.no_grad(), in setup() say)."
         )
+
+
+def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
+    """Where the steps of a model run.
+
+    Args:
+        model: The model.
+        device: The device that was named; None asks the model's parameters.
+
+    Example:
+        >>> device_of(nn.Linear(2, 2), None)
+        device(type='cpu')
+    """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     if device == torch.accelerator.current_accelerator():  # which has no index: the current one is meant
         device = torch.device(device.type, torch.accelerator.current_device_index())

@@ -87,6 +87,11 @@ class Step:
         """Whether it runs under the most saving plan because nothing trustworthy is known yet."""
         return self.advice.plan is None
 
+    @property
+    def own_lasting_bytes(self) -> int:
+        """What lasts at its start of the training itself, as `ResidentLedger.lasting_bytes` has it."""
+        return self.resident.lasting_bytes - self.batch_bytes - self.others_bytes
+
     def record(self, number: int, size: dict[str, int], budget_bytes: int, actions: dict[str, str]) -> StepRecord:
         """The step's record.
 

@@ -27,45 +27,34 @@ def either(structure: Structure, known: Iterable[Structure]) -> tuple[Structure,
     Returns:
         Itself and none, unless both kinds of steps were seen.
     """
-    if structure.old_gradient_bytes is None or _kind(structure) == "other":
+    if _kind(structure) is None:
         return structure, []
-    bare = without_gradients(structure)
-    alike = [
-        each
-        for each in known
-        if each.old_gradient_bytes is not None
-        and each.path == structure.path
-        and _kind(each) != "other"
-        and without_gradients(each) == bare
-    ]
+    bare = _without_gradients(structure)
+    alike = [each for each in known if _kind(each) and each.path == structure.path and _without_gradients(each) == bare]
     if len({_kind(each) for each in (structure, *alike)}) == 1:
         return structure, []
-    made = [max(each) for each in zip(*(_made(each) for each in (structure, *alike)), strict=True)]
-    positions = tuple(
-        replace(position, gradient_bytes=nbytes, old_gradient_bytes=0)
-        for position, nbytes in zip(structure.positions, made, strict=True)
-    )
+    made = (max(each) for each in zip(*(other.arrays[3].tolist() for other in (structure, *alike)), strict=True))
+    positions = tuple(replace(each, gradient_bytes=nbytes) for each, nbytes in zip(bare.positions, made, strict=True))
     return replace(structure, positions=positions, old_gradient_bytes=EITHER), alike
 
 
-def _kind(structure: Structure) -> Literal["adds", "frees", "either", "other"]:
+def _kind(structure: Structure) -> Literal["adds", "frees", "either"] | None:
     """What becomes of the older gradients of such steps: all are added to, or all are gone before backward.
 
-    Others keep a part of them (two networks in turns), as a rule the same one in every step, which is known exactly.
+    None where it is known when they go, or where a part of them stays (two networks in turns): as a rule the same one
+    in every step, which is known exactly.
     """
+    if structure.old_gradient_bytes is None:
+        return None
     if structure.old_gradient_bytes == EITHER:
         return "either"
     alive = {position.old_gradient_bytes for position in structure.positions if position.backward}
     if alive <= {0}:
         return "frees"
-    return "adds" if alive <= {0, structure.old_gradient_bytes} else "other"  # after an update they may be gone
+    return "adds" if alive <= {0, structure.old_gradient_bytes} else None  # after an update they may be gone
 
 
-def without_gradients(structure: Structure) -> Structure:
+def _without_gradients(structure: Structure) -> Structure:
     """The same with no word of gradients."""
     positions = (replace(each, gradient_bytes=0, old_gradient_bytes=0) for each in structure.positions)
     return replace(structure, positions=tuple(positions), old_gradient_bytes=0)
-
-
-def _made(structure: Structure) -> list[int]:
-    return [position.gradient_bytes for position in structure.positions]

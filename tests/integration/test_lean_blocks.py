@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_mimose import Mimose
-from tests.helpers.loops import plain_step
-from tests.helpers.meter import PeakMeter
+from tests.helpers.fits import same
+from tests.helpers.inside import Case, trained
 
 WIDTH = 48
 
@@ -104,12 +104,6 @@ class Model(nn.Module):
         return loss
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """What the model returns."""
-    loss: torch.Tensor = model(batch)
-    return loss
-
-
 @pytest.mark.parametrize(
     ("kind", "longest", "share"),
     [
@@ -125,35 +119,23 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 )
 def test_held_as_predicted(kind: type[nn.Module], longest: int, share: float) -> None:
     """No step above the budget, first ones included; planned ones within 0.5 % (a scan 5 % below); same weights."""
-    sizes = random.Random(11)
-    count = 12 if kind is not Scan else 6
-    lengths = [longest, *(sizes.randrange(longest // 6, longest) for _ in range(count - 1))]
-    if kind is Scan:
-        lengths = [longest] * count  # whose first steps try all there is beside a budget that is nearly full
-    batches = [torch.randint(100, (8, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
-    models, optimizers = [], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Model(kind, 4))
-        optimizers.append(torch.optim.SGD([p for p in models[-1].parameters() if p.requires_grad], 0.1))
-    peaks, residents = [], []
-    for step, batch in enumerate(batches):
-        torch.manual_seed(step)
-        with PeakMeter(models[0], optimizers[0], batch) as meter:
-            plain_step(models[0], optimizers[0], batch, loss_of)
-        peaks.append(meter.peak_bytes)
-        residents.append(meter.resident_bytes)
-    budget = int(max(residents) + share * (max(peaks) - max(residents)))
-    with Mimose(models[1], budget=budget, optimizer=optimizers[1], loss_fn=loss_of) as mimose:
-        for step, batch in enumerate(batches):
-            torch.manual_seed(step)
-            with PeakMeter(models[1], optimizers[1], batch) as meter:
-                mimose.step(batch)
-            assert meter.peak_bytes <= budget
-            record = mimose.records[-1]
-            if record.predicted_peak_bytes is not None and record.measured_peak_bytes is None:
-                assert meter.peak_bytes <= 1.005 * record.predicted_peak_bytes
-                assert meter.peak_bytes >= (0.95 if kind is Scan else 0.995) * record.predicted_peak_bytes
-        assert sum(record.sheltered for record in mimose.records) <= 4
-        assert any(record.lean_units for record in mimose.records if not record.sheltered)
-    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
+    steps = 6 if kind is Scan else 12
+
+    def batch(chance: random.Random, number: int) -> torch.Tensor:
+        """The longest first; a scan's first steps try all there is beside a budget that is nearly full."""
+        length = longest if kind is Scan or number == 0 else chance.randrange(longest // 6, longest)
+        return torch.randint(100, (8, length), generator=torch.Generator().manual_seed(length))
+
+    case = Case(partial(Model, kind, 4), batch, lambda model, batch: model(batch), planned=steps - 4, steps=steps)
+    plain = trained(case)
+    budget = plain.budget(share)
+    ours = trained(case, budget)
+    assert max(ours.peaks) <= budget
+    assert same(plain.weights, ours.weights)
+    for record, peak in zip(ours.records, ours.peaks, strict=True):
+        if record.predicted_peak_bytes is not None and record.measured_peak_bytes is None:
+            assert peak <= 1.005 * record.predicted_peak_bytes
+            assert peak >= (0.95 if kind is Scan else 0.995) * record.predicted_peak_bytes
+    planned = [record for record in ours.records if not record.sheltered]
+    assert len(planned) >= case.planned
+    assert any(record.lean_units for record in planned)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 Rebuild = Callable[..., torch.Tensor]
+MANY_OPERATIONS = 12
+"""Above so many, it is looked at in which order the values of a recipe's inputs are made."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -211,9 +213,8 @@ class Recipe(Rebuilt):
 
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
-        operations: How many of the same call are run for it where nothing is made once for several.
-        made_in: Stands for that call, whoever has packed it (`owner`).
-        longest_first: Indices of `inputs`, the one that takes most of them first where there are many.
+        operations: How many of the same call are run for it where nothing is made once for several; what another unit
+            has returned is made when that is due.
 
     Args:
         rebuild: Makes it from the values of `inputs`.
@@ -225,17 +226,18 @@ class Recipe(Rebuilt):
         is_view: Whether it takes no memory of its own.
         gives_away: Whether nobody else has what `rebuild` returns: new memory, or all of such a value in its order.
         takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
+        made_in: Stands for the call that it is made in, whoever packs it (`owner`).
     """
 
     __slots__ = (
         "_gives_away",
+        "_longest_first",
+        "_made_in",
         "_rebuild",
         "_takes_out",
         "_threads",
         "inputs",
         "is_view",
-        "longest_first",
-        "made_in",
         "operations",
         "widest_bytes",
         "work",
@@ -253,15 +255,23 @@ class Recipe(Rebuilt):
         is_view: bool = False,
         gives_away: bool = False,
         takes_out: bool = False,
+        made_in: object = None,
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
-        self.operations, self.made_in = 1, object()
-        self.longest_first: Sequence[int] = range(len(self.inputs))
+        self._made_in = made_in
+        operations = [self._operations_of(each.rebuilt) for each in self.inputs]
+        self.operations: int = 1 + sum(operations)
+        self._longest_first: Sequence[int] = ()
+        if self.operations > MANY_OPERATIONS:
+            self._longest_first = sorted(range(len(operations)), key=operations.__getitem__, reverse=True)
         made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
         self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
+
+    def _operations_of(self, rebuilt: Rebuilt | None) -> int:
+        return rebuilt.operations if isinstance(rebuilt, Recipe) and rebuilt._made_in is self._made_in else 0
 
     @property
     def is_given_away(self) -> bool:
@@ -294,15 +304,19 @@ class Recipe(Rebuilt):
         if torch.is_grad_enabled():  # as it is not in backward, mostly
             with torch.no_grad():
                 return self._followed()
-        values: list[Any] = [None] * len(self.inputs)
-        # In a backward pass what was saved is made once. Elsewhere it is made again for every link of a chain, and what
-        # is made before the rest of the chain waits for that.
-        for place in range(len(values)) if _pass()[0] != -1 else self.longest_first:
-            values[place] = self.inputs[place].value()
+        values = self._values()
         index = self.overwritten
         if index is None or not _in_one_order(values[index], values):
             return self._rebuild(*values)
         return self._rebuild(*values, out=values[index])
+
+    def _values(self) -> list[Any]:
+        if not self._longest_first or torch._C._current_graph_task_id() != -1:
+            return [each.value() for each in self.inputs]
+        # Outside of a backward pass what was saved is made again for every link of a chain, and what is made before
+        # the rest of the chain waits for that.
+        made = {place: self.inputs[place].value() for place in self._longest_first}
+        return [made[place] for place in range(len(made))]
 
 
 def _in_one_order(out: torch.Tensor, values: Sequence[Any]) -> bool:

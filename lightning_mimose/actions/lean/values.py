@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, View, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, is_plain
 from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
-"""Operations that may be run to rebuild one tensor from what is kept or saved."""
+"""Operations that may lead from what is kept or saved to one tensor."""
 MOST_OPERATIONS = 128
-"""The same where those on the way are saved, too, and nothing is made once for several, as in a comparison: a loop's
-states are each made from the last, twice in some loops. The most in seven models of `bench.models` was 76."""
+"""How many may be run for it, what is saved on the way made anew each time, as in a comparison: a loop's states are
+each made from the last, twice in some loops. The most in seven models of `bench.models` was 76."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -134,21 +134,12 @@ class Values:
             is_view=is_view,
             gives_away=made.gives_away,
             takes_out=made.takes_out,
+            made_in=self.owner,
         )
-        recipe.made_in = self.owner
-        operations = [self._operations_of(each) for each in inputs]
-        recipe.operations = 1 + sum(operations)
         if recipe.operations > MOST_OPERATIONS:
             return None
-        if recipe.operations > LONGEST_CHAIN:
-            recipe.longest_first = sorted(range(len(inputs)), key=operations.__getitem__, reverse=True)
         recipe.identity = hash((name, *(each.identity for each in inputs)))
         return recipe
-
-    def _operations_of(self, handle: Handle) -> int:
-        """How many of this call are run for a value; what another unit has returned is made when that is due."""
-        base = handle.base if isinstance(handle, View) else handle
-        return base.operations if isinstance(base, Recipe) and base.made_in is self.owner else 0
 
     def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
