@@ -16,6 +16,7 @@ import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -38,6 +39,7 @@ UNITS, WIDTH, ROWS = 48, 16, 64
 STEPS = 250
 DISTINCT_SIZES = 10_000
 ROUNDS = 7
+LAPS = 300
 
 
 class Block(nn.Module):
@@ -108,6 +110,10 @@ def rows() -> Iterator[dict[str, Any]]:
         yield figure(what, 1e6 * median(seconds), "us", "<= 150 us")
         yield figure(f"{what}, in the fastest of {ROUNDS} runs", 1e6 * min(seconds), "us", "")
     yield figure("a recomputed call, beyond a checkpoint by hand", 1e6 * _recomputed_seconds(), "us", "(per unit)")
+    for what, seconds in block_seconds().items():
+        yield figure(
+            f"a block of attention and MLP, {what}: added on the host, forward and backward", 1e6 * seconds, "us", ""
+        )
     yield figure(f"own memory after {DISTINCT_SIZES:,} sizes", own_bytes() / 1e6, "MB", "< 10 MB")
 
 
@@ -254,6 +260,45 @@ def _recomputed_seconds() -> float:
 
     ours()  # proves it
     return _difference(lambda: checkpoint(plain, x, use_reentrant=False).backward(), ours, patched, 300)
+
+
+def block_seconds() -> dict[str, float]:
+    """Seconds that each action adds to a block so small that the host is what takes the time, forward and backward."""
+    x = torch.randn(2, ROWS // 2, 4 * WIDTH, requires_grad=True)
+    blocks = {what: _attention_block() for what in ("kept", "checkpointed by hand", "recompute", "lean", "lean+masks")}
+    plain, by_hand = blocks["kept"], blocks["checkpointed by hand"]
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "kept": lambda: plain(x),
+        "checkpointed by hand": lambda: checkpoint(by_hand, x, use_reentrant=False),
+    }
+    for action in [what for what in blocks if what not in runs]:
+        session = Session()
+        patch_unit(Unit("block", blocks[action], -1, 1, True), session)
+        session.arm({"block": action}, None)
+        runs[action] = partial(_call, session, blocks[action], x)
+    laps: dict[str, list[float]] = {what: [] for what in runs}
+    for _ in range(LAPS):
+        for what, run in runs.items():
+            run().sum().backward()  # what the one before has left in the processor's caches is another's
+            began = time.perf_counter()
+            run().sum().backward()
+            laps[what].append(time.perf_counter() - began)
+    for what, block in blocks.items():
+        if what not in ("kept", "checkpointed by hand"):
+            unpatch(block)
+    found = {what: median(seconds) for what, seconds in laps.items()}
+    return {what: seconds - found["kept"] for what, seconds in found.items() if what != "kept"}
+
+
+def _attention_block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(4 * WIDTH, 4, 16 * WIDTH, batch_first=True, activation="gelu")
+
+
+def _call(session: Session, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    session.given.clear()
+    out: torch.Tensor = block(x)
+    return out
 
 
 def _difference(plain: Callable[[], Any], ours: Callable[[], Any], patched: nn.Module, number: int) -> float:

@@ -196,24 +196,26 @@ class _Calls:
     def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         session.inside += 1
+        saves = LeanSaves(
+            self._sites,
+            grade,
+            leaves=self._state.parameters(),
+            held=self._state.buffers(),
+            given=tree_leaves((args, kwargs)),
+            returned=session.returned,
+        )
         try:
-            saves = LeanSaves(
-                self._sites,
-                grade,
-                leaves=self._state.parameters(),
-                held=self._state.buffers(),
-                given=tree_leaves((args, kwargs)),
-                returned=session.returned,
-            )
-            with saves.active():
+            with saves.watching():
                 out = self._original(*args, **kwargs)
-                if self._name in session.hands_on:
-                    self._return(saves, out, session.hands_on[self._name] >= grade)
+            if self._name in session.hands_on:
+                self._return(saves, out, session.hands_on[self._name] >= grade)
+            saves.settle()
             make_in_backward(saves.taken, out)
             self._findings.learn_from(saves)
             self._note_given(saves.borrowed)
             return out
         finally:
+            saves.close()
             session.inside -= 1
 
     def _return(self, saves: LeanSaves, out: Any, hands_on: bool) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, same_content
+from lightning_mimose.actions.members import SIMPLE, Names
 
 if TYPE_CHECKING:
     from lightning_mimose.actions.state import Entry, Place
@@ -24,27 +26,56 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 16
 """Tensors up to here are copied before a forward that may write them for the first time."""
 
-_CONTAINERS = (list, dict, set, deque)
+_WITH_CONTENT = (torch.Tensor, list, dict, set, deque)
 
 
 class _Watched(NamedTuple):
     """Names in one module under which nothing was written yet."""
 
     module: weakref.ref[nn.Module]
-    buffers: tuple[str, ...]
-    attributes: tuple[str, ...]
+    buffers: Names
+    attributes: Names
+
+    def values(self, module: nn.Module) -> tuple[Any, ...]:
+        """What is under them now, buffers first; None where nothing is."""
+        try:
+            return self.buffers.get(module._buffers) + self.attributes.get(module.__dict__)
+        except KeyError:  # a name is gone, or a buffer is no buffer any more
+            held, inside = module._buffers, vars(module)
+            return tuple(held[name] if name in held else inside.get(name) for name in self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of `values`."""
+        return self.buffers.names + self.attributes.names
+
+
+class _Content(NamedTuple):
+    """Of a tensor or a container: its place among the values, a copy of what is in it or None, its version."""
+
+    place: int
+    content: Any
+    version: int
+
+
+class _Seen(NamedTuple):
+    """One module before a forward, and how many names it had."""
+
+    module: nn.Module
+    watched: _Watched
+    values: tuple[Any, ...]
+    contents: Sequence[_Content]
+    size: int
 
 
 class Look(NamedTuple):
-    """What was found before a forward.
+    """What was found before a forward, module after module."""
 
-    Attributes:
-        found: (owner, name, object, copy of its content or None, version).
-        counts: (owner, how many names it had).
-    """
+    found: list[_Seen]
 
-    found: list[tuple[nn.Module, str, Any, Any, int]]
-    counts: list[tuple[nn.Module, int]]
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Every owner and name."""
+        return [(seen.module, name) for seen in self.found for name in seen.watched.names]
 
 
 class Late(NamedTuple):
@@ -79,42 +110,76 @@ class LateWrites:
             _, buffers, attributes = names.setdefault(id(owner), (owner, [], []))
             if (id(owner), entry.name) not in known:
                 (buffers if entry.name in owner._buffers else attributes).append(entry.name)
-        self._watched = [_Watched(weakref.ref(owner), tuple(b), tuple(a)) for owner, b, a in names.values()]
+        self._watched = [
+            _Watched(weakref.ref(owner), Names.of(buffers), Names.of(attributes))
+            for owner, buffers, attributes in names.values()
+        ]
 
     def look(self) -> Look:
         """Note what is there, before a forward."""
-        found: list[tuple[nn.Module, str, Any, Any, int]] = []
-        counts = []
-        for ref, buffers, attributes in self._watched:
-            module = ref()
+        found = []
+        for watched in self._watched:
+            module = watched.module()
             if module is not None:
-                held, inside = module._buffers, vars(module)
-                found += [_note(module, name, held.get(name)) for name in buffers]
-                found += [_note(module, name, inside.get(name)) for name in attributes]
-                counts.append((module, len(held) + len(inside)))
-        return Look(found, counts)
+                values = watched.values(module)
+                contents: Sequence[_Content] = ()
+                if not SIMPLE.issuperset(map(type, values)):
+                    contents = [
+                        _content(index, value)
+                        for index, value in enumerate(values)
+                        if type(value) not in SIMPLE and isinstance(value, _WITH_CONTENT)
+                    ]
+                found.append(_Seen(module, watched, values, contents, _count(module)))
+        return Look(found)
 
     def written_since(self, look: Look) -> Late:
         """What a forward wrote for the first time."""
         late = Late([], [], [])
-        for module, name, value, content, version in look.found:
-            now = module._buffers[name] if name in module._buffers else vars(module).get(name)
-            replaced = now is not value and not (isinstance(now, torch.Tensor) and now.requires_grad)
-            if replaced or (content is not None and not same_content(value, content)):
-                late.written.append((module, name, value, content))
-            elif content is None and isinstance(value, torch.Tensor) and value._version != version:
-                late.lost.append(f"{type(module).__name__}.{name} ({value.nbytes:,} bytes)")
-        late.grown.extend(m for m, count in look.counts if len(m._buffers) + len(vars(m)) != count)
+        for module, watched, values, contents, count in look.found:
+            now = watched.values(module)
+            if contents or not all(map(is_, now, values)):
+                _compare(late, module, watched.names, values, now, contents)
+            if _count(module) != count:
+                late.grown.append(module)
         return late
 
 
-def _note(module: nn.Module, name: str, value: Any) -> tuple[nn.Module, str, Any, Any, int]:
-    if isinstance(value, torch.Tensor):
-        if value.is_inference():
-            return module, name, value, None, 0
-        small = is_readable(value) and value.nbytes <= SMALL_BYTES
-        return module, name, value, content_of(value) if small else None, value._version
-    return module, name, value, content_of(value) if isinstance(value, _CONTAINERS) else None, 0
+def _compare(
+    late: Late,
+    module: nn.Module,
+    names: Sequence[str],
+    values: Sequence[Any],
+    now: Sequence[Any],
+    contents: Sequence[_Content],
+) -> None:
+    """Note what of one module was written."""
+    content_at = {each.place: each for each in contents}
+    for index, (name, value, other) in enumerate(zip(names, values, now, strict=True)):
+        if other is value and index not in content_at:
+            continue
+        _, content, version = content_at.get(index, (index, None, 0))
+        replaced = other is not value and not (isinstance(other, torch.Tensor) and other.requires_grad)
+        if replaced or (content is not None and not same_content(value, content)):
+            late.written.append((module, name, value, content))
+        elif content is None and isinstance(value, torch.Tensor) and not _is_version(value, version):
+            late.lost.append(f"{type(module).__name__}.{name} ({value.nbytes:,} bytes)")
+
+
+def _content(index: int, value: Any) -> _Content:
+    if not isinstance(value, torch.Tensor):
+        return _Content(index, content_of(value), 0)
+    if value.is_inference():
+        return _Content(index, None, 0)
+    small = is_readable(value) and value.nbytes <= SMALL_BYTES
+    return _Content(index, content_of(value) if small else None, value._version)
+
+
+def _is_version(tensor: torch.Tensor, version: int) -> bool:
+    return tensor.is_inference() or tensor._version == version
+
+
+def _count(module: nn.Module) -> int:
+    return len(module._buffers) + len(module.__dict__)
 
 
 def _is_plain_layer(module: nn.Module) -> bool:

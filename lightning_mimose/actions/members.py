@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,10 +21,32 @@ KINDS = (
     "_forward_pre_hooks_with_kwargs",
 )
 """All kinds, as a module's dictionary names them."""
+SIMPLE = frozenset({int, float, bool, str, type(None)})
+"""Kinds of values of which nothing but which one it is has to be known."""
 _members_of = itemgetter(*KINDS)
 _EMPTY: dict[Any, Any] = {}
 _NONE = (_EMPTY,) * len(KINDS)
 _BUFFERS = slice(KINDS.index("_buffers"), None, len(KINDS))
+
+
+class Names(NamedTuple):
+    """Names in a dictionary.
+
+    Attributes:
+        names: The names.
+        get: Gets what is under them, as a tuple; raises a KeyError where one is missing.
+    """
+
+    names: tuple[str, ...]
+    get: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Names:
+        """Of these names."""
+        names = tuple(names)
+        if len(names) > 1:
+            return cls(names, itemgetter(*names))
+        return cls(names, (lambda inside: (inside[names[0]],)) if names else (lambda inside: ()))
 
 
 class Members:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.members import SIMPLE
 from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
 from lightning_mimose.actions.stored import Place, left_in
@@ -129,7 +130,7 @@ def recompute(
             if same is not None:
                 same._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
             filled[i] = tensor if same is None else same
-        inner_args, inner_kwargs = (tuple(filled), {}) if spec is None else tree_unflatten(filled, spec)
+        inner_args, inner_kwargs = _arguments(filled, spec)
         # The region holds what it was given only until its own forward has bound it.
         del filled, given, same
         watched = observer.recompute_run() if observer else _NOTHING
@@ -149,14 +150,24 @@ def recompute(
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and their structure; None if they are tensors by position, as is usual."""
-    if not kwargs:
-        for arg in args:
-            if not isinstance(arg, torch.Tensor):
-                break
-        else:
-            return list(args), None
-    return tree_flatten((args, kwargs))
+    """The leaves of a call's arguments, and their structure: how many have no name, and the names of the others.
+
+    As pytree has it where some of them are neither tensors nor plain values.
+    """
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) and type(leaf) not in SIMPLE:
+            return tree_flatten((args, kwargs))
+    return leaves, (len(args), tuple(kwargs))
+
+
+def _arguments(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The reverse of `flattened`."""
+    if isinstance(spec, tuple):
+        count, names = spec
+        return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
+    return arguments
 
 
 class _StoppedInTorchScript:

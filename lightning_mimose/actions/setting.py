@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_mimose.actions.members import BY_NAME, KINDS, Members, members_now, values_of
+from lightning_mimose.actions.members import BY_NAME, KINDS, SIMPLE, Members, Names, members_now, values_of
 from lightning_mimose.actions.stored import Looks, Place, is_activation, left_alone, lost
 from lightning_mimose.errors import RecomputeError
 
@@ -44,14 +45,12 @@ class _Watched(NamedTuple):
 
     Attributes:
         module: The module.
-        names: Its attributes.
-        get: Gets them from the module's dictionary, as a tuple.
-        size: How many names that had.
+        attributes: Its attributes.
+        size: How many names its dictionary had.
     """
 
     module: weakref.ref[nn.Module]
-    names: tuple[str, ...]
-    get: Callable[[dict[str, Any]], tuple[Any, ...]]
+    attributes: Names
     size: int
 
 
@@ -74,6 +73,14 @@ class Setting(NamedTuple):
     watched: Sequence[_Watched]
     held: list[torch.Tensor]
     versions: list[int]
+
+
+class _Latest(NamedTuple):
+    """What was found last: each object's identity and kind, and what stands for it."""
+
+    objects: list[int]
+    kinds: list[type]
+    noted: list[Any]
 
 
 class _Gone:
@@ -108,6 +115,7 @@ class Settings:
         self._watched: list[_Watched] | None = None
         self._usual: Callable[[], Members | None] = lambda: None
         self._tries: Counter[Place] = Counter()
+        self._latest: _Latest | None = None
         self.unit = ""
 
     def note(self) -> Setting:
@@ -122,7 +130,9 @@ class Settings:
         else:
             own = Members(members)
             held = own.buffers
-        if any(issubclass(kind, torch.Tensor) for kind in set(map(type, found)) - _SIMPLE):
+        if not self._is_latest(found) and any(
+            issubclass(kind, torch.Tensor) for kind in set(map(type, found)) - SIMPLE
+        ):
             held = held + [each for each in found if isinstance(each, torch.Tensor) and not each.is_inference()]
         return Setting(own, self._usual, found, self._watched, held, [*map(_VERSION, held)])
 
@@ -151,7 +161,7 @@ class Settings:
     def _activations(self, setting: Setting) -> list[tuple[nn.Module, str, Callable[[], torch.Tensor | None]]]:
         if weakref.ref not in map(type, setting.attributes):
             return []
-        places = [(watched.module(), name) for watched in setting.watched for name in watched.names]
+        places = [(watched.module(), name) for watched in setting.watched for name in watched.attributes.names]
         return [
             (owner, name, value)
             for (owner, name), value in zip(places, setting.attributes, strict=False)
@@ -181,11 +191,15 @@ class Settings:
         if [*map(_VERSION, setting.held)] != setting.versions:
             self._check_contents(setting)
         now, members = self._look(setting.watched), setting.members or setting.usual()
-        is_same = now is not None and _same(now, setting.attributes)
+        is_same = now is not None and (now is setting.attributes or _same(now, setting.attributes))
         is_same &= members is None or _same(values_of(members_now(self._modules)), members.values)
-        if is_same and weakref.ref not in map(type, now or ()):
+        if is_same and (self._is_latest(now) or weakref.ref not in map(type, now or ())):
             return _NOTHING
         return self._lent(setting, members)
+
+    def _is_latest(self, found: Sequence[Any] | None) -> bool:
+        """Whether it is what was found last and can be known by identity: there is no tensor in it."""
+        return self._latest is not None and found is self._latest.noted
 
     def _check_contents(self, setting: Setting) -> None:
         written, names = self._written(True), {}
@@ -217,7 +231,7 @@ class Settings:
         attributes = iter(setting.attributes)
         for watched in setting.watched:
             owner = watched.module()
-            for name, value in zip(watched.names, attributes, strict=False):
+            for name, value in zip(watched.attributes.names, attributes, strict=False):
                 if owner is None or value is _GONE:
                     continue
                 if type(value) is weakref.ref:
@@ -251,29 +265,36 @@ class Settings:
     def _look(self, watched: Sequence[_Watched]) -> list[Any] | None:
         """The values; None where names have come or gone."""
         found: list[Any] = []
-        for ref, _, get, size in watched:
+        for ref, attributes, size in watched:
             module = ref()
             if module is None or len(module.__dict__) != size:
                 return None
             try:
-                found += get(module.__dict__)
+                found += attributes.get(module.__dict__)
             except KeyError:
                 return None
-        if _SIMPLE.issuperset(map(type, found)):
+        kinds = [*map(type, found)]
+        if SIMPLE.issuperset(kinds):
             return found
-        return [value if type(value) in _SIMPLE else _noted(value) for value in found]
+        objects = [*map(id, found)]
+        if self._latest is not None and self._latest[:2] == (objects, kinds):
+            return self._latest.noted
+        noted = [value if type(value) in SIMPLE else _noted(value) for value in found]
+        # What is in a list, or whether a tensor is an activation, is not told by which one it is.
+        is_fixed = all(map(_is_fixed, found, noted))
+        self._latest = _Latest(objects, kinds, noted) if is_fixed else None
+        return noted
 
     def _watch(self) -> list[_Watched]:
         watched = []
         for ref in self._modules:
             module = ref()
             if module is not None:
-                names = tuple(name for name in vars(module) if name not in _UNWATCHED)
-                watched.append(_Watched(ref, names, _getter(names), len(vars(module))))
+                names = Names.of(name for name in vars(module) if name not in _UNWATCHED)
+                watched.append(_Watched(ref, names, len(vars(module))))
         return watched
 
 
-_SIMPLE = frozenset({int, float, bool, str, type(None)})
 _VERSION = attrgetter("_version")
 
 
@@ -294,7 +315,10 @@ def _noted(value: Any) -> Any:
     return value if callable(value) and not isinstance(value, (nn.Module, weakref.ref)) else _GONE
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:
-        return itemgetter(*names)
-    return (lambda inside: (inside[names[0]],)) if names else (lambda inside: ())
+def _is_fixed(value: Any, noted: Any) -> bool:
+    """Whether the same stands for an object as long as it is this one, and it may be kept: it keeps nothing alive."""
+    if noted is _GONE:
+        return not isinstance(value, (list, set))
+    if isinstance(noted, FunctionType):
+        return noted.__closure__ is None
+    return isinstance(noted, (*PLAIN, tuple, frozenset, type, BuiltinFunctionType))

@@ -149,7 +149,7 @@ class WrittenState:
             )
         late = [Entry(*entry) for entry in seen.written]
         if seen.grown:
-            known = [*look.found, *((ref(), name) for ref, name in self._written[self._mode] if ref is not None)]
+            known = [*look.places(), *((ref(), name) for ref, name in self._written[self._mode] if ref is not None)]
             late += appeared(seen.grown, known)
         if late:
             self.wrote_late = True

@@ -71,6 +71,9 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _READS and not _has_written(args, kwargs):  # most of what a block does
+            note = _NOTES.get(func)
+            return func(*args, **kwargs) if note is None else note(self, func, args, kwargs)
         hands_out = False
         if getattr(func, "__name__", "") in _ACCESSES:
             hands_out = func in _DATA
@@ -78,6 +81,10 @@ class Constants(TorchFunctionMode):
                 # Shapes, dtypes and the like, the greater part of all calls. Autograd also sets hooks in the midst of
                 # an in-place function on a view, and would wait for itself if asked for that view's `grad_fn` there.
                 return func(*args, **kwargs)
+        return self._looked_at(func, args, kwargs, hands_out=hands_out)
+
+    def _looked_at(self, func: Any, args: Any, kwargs: Any, *, hands_out: bool) -> Any:
+        """Call a function, and see what it is given and what it writes."""
         before = []
         for tensor in _tensors(args, kwargs):
             base = base_of(tensor)  # of the view itself autograd may refuse to tell, if it was made under `no_grad`
@@ -141,6 +148,15 @@ class Constants(TorchFunctionMode):
             self.seen[out.grad_fn] = constants
 
 
+def _has_written(args: Any, kwargs: Any) -> bool:
+    """Whether any argument with gradients was ever written, as its views count it, too, or is about to be."""
+    if kwargs:
+        if "out" in kwargs:
+            return True
+        args = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Tensor) and value.requires_grad and value._version for value in args)
+
+
 _ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 
 
@@ -175,6 +191,19 @@ _SUMS = {
     torch.rsub: False,
     torch.Tensor.__rsub__: False,
 }
+_OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "neg")
+_READS = frozenset(
+    (
+        *(getattr(functional, name) for name in ("linear", "layer_norm", "gelu", "scaled_dot_product_attention")),
+        *(getattr(torch.Tensor, f"__{name}__") for name in _OPERATORS),
+        *(getattr(torch.Tensor, f"__r{name}__") for name in ("add", "mul")),
+        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_contiguous", "stride")),
+        *(getattr(torch.Tensor, name) for name in ("view", "reshape", "transpose", "permute", "contiguous", "expand")),
+        *(getattr(torch.Tensor, name) for name in ("flatten", "unsqueeze", "squeeze", "chunk", "split", "to", "float")),
+        *(getattr(each, name) for each in (torch, torch.Tensor) for name in ("matmul", "pow", "mean", "rsqrt", "tanh")),
+    )
+)
+"""Functions that write nothing, unless they are told where (`out`), and take no lists of tensors."""
 _NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
     **dict.fromkeys(_DROPOUTS, Constants._dropout),
     **dict.fromkeys(_SUMS, Constants._sum),

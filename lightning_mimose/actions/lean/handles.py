@@ -79,6 +79,11 @@ class Handle:
         """What has to be made again for it, if anything."""
         return None
 
+    @property
+    def sources(self) -> Sequence[Handle]:
+        """What its value is made from."""
+        return ()
+
 
 class Kept(Handle):
     """The tensor itself. A detached one: a hook that returns an operation's own result makes a cycle that leaks."""
@@ -149,6 +154,11 @@ class View(Handle):
     def rebuilt(self) -> Rebuilt | None:
         """Its base's."""
         return self.base.rebuilt
+
+    @property
+    def sources(self) -> Sequence[Handle]:
+        """Its base."""
+        return (self.base,)
 
 
 class Rebuilt(Handle):
@@ -262,13 +272,22 @@ class Recipe(Rebuilt):
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._threads = torch.get_num_threads()
         self._made_in = made_in
-        operations = [self._operations_of(each.rebuilt) for each in self.inputs]
-        self.operations: int = 1 + sum(operations)
         self._longest_first: Sequence[int] = ()
+        self.operations, self.widest_bytes = 1, 0 if is_view else nbytes
+        for each in self.inputs:
+            rebuilt = each.rebuilt
+            if isinstance(rebuilt, Recipe):
+                self.operations += self._operations_of(rebuilt)
+                if each is rebuilt and not each.is_saved:
+                    self.widest_bytes = max(self.widest_bytes, rebuilt.widest_bytes)
         if self.operations > MANY_OPERATIONS:
+            operations = [self._operations_of(each.rebuilt) for each in self.inputs]
             self._longest_first = sorted(range(len(operations)), key=operations.__getitem__, reverse=True)
-        made = (each.widest_bytes for each in self.inputs if isinstance(each, Recipe) and not each.is_saved)
-        self.widest_bytes: int = max(0 if is_view else nbytes, *made, 0)
+
+    @property
+    def sources(self) -> Sequence[Handle]:
+        """Its inputs."""
+        return self.inputs
 
     def _operations_of(self, rebuilt: Rebuilt | None) -> int:
         return rebuilt.operations if isinstance(rebuilt, Recipe) and rebuilt._made_in is self._made_in else 0

@@ -25,7 +25,7 @@ class Node:
         depth: Operations between it and the one whose result is wanted.
     """
 
-    __slots__ = ("_depth", "_values", "device", "dtype", "raw", "shape")
+    __slots__ = ("_depth", "_values", "dtype", "raw", "shape")
 
     def __init__(self, values: Values, raw: Any, depth: int) -> None:
         self._values, self.raw, self._depth = values, raw, depth
@@ -34,7 +34,12 @@ class Node:
             raise MissingError
         self.shape: tuple[int, ...] = tuple(result.shape)
         self.dtype: torch.dtype = result.dtype
-        self.device: torch.device = result.device
+
+    @property
+    def device(self) -> torch.device:
+        """Of its result."""
+        device: torch.device = self.raw._input_metadata[0].device
+        return device
 
     def saved(self, name: str) -> Handle | None:
         """See `table.Node`."""

@@ -33,7 +33,7 @@ from lightning_mimose.actions.lean.handles import (
 )
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
-from lightning_mimose.actions.lean.sites import Place, Sites
+from lightning_mimose.actions.lean.sites import SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.menu import MASKS
@@ -106,6 +106,11 @@ class LeanSaves:
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
+        self._settles = applies and told is None and small_bytes == SMALL_BYTES
+        self._kept: list[tuple[Spot, tuple[Handle | None, ...]]] = []
+        self._made: list[Handle] = []
+        self._in_vain = False
+        """Whether there was no recipe for the latest tensor, whatever its size."""
         self.compared = self.differed = self.took = False
         self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
@@ -127,10 +132,25 @@ class LeanSaves:
     def active(self) -> Iterator[None]:
         """Around the unit's forward. Afterwards only what nodes hold is left."""
         try:
-            with self.constants(), saved_tensors_hooks(self.pack, unpack):
+            with self.watching():
                 yield
+            self.settle()
         finally:
             self.close()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """As `active`, for who looks at the result before everything else is let go of.
+
+        Inside, each look at a tensor is a call that is watched, which takes a hundred times as long.
+        """
+        with self.constants(), saved_tensors_hooks(self.pack, unpack):
+            yield
+
+    def settle(self) -> None:
+        """Learn where it was in vain to look for recipes; to be called before `close`, when the forward has run."""
+        if self._settles:
+            self._sites.settle(self._kept, self._made)
 
     def constants(self) -> TorchFunctionMode:
         """Has to be entered around the forward: sees numbers that operations are called with."""
@@ -142,14 +162,26 @@ class LeanSaves:
         self._values.forget()
         self._storages.clear()
         self._held.clear()
+        self._kept.clear()
+        self._made.clear()
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
         self._count += 1
         base = base_of(tensor)
         node, output = base.grad_fn, base.output_nr
-        handle = self._handle(tensor, base, node, output)
-        values = self._values
+        values, spot = self._values, None
+        if node is not None and self._settles:
+            spot = (self._grade, self._count, node._sequence_nr() - values.start, node.name())
+        if spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
+            handle: Handle = Kept(tensor)
+            if base is tensor:
+                values.found[node, output] = handle
+        else:
+            self._in_vain = False
+            handle = self._handle(tensor, base, node, output)
+            if spot is not None and self._in_vain:
+                self._kept.append((spot, (handle, values.found[node, output])))
         handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
@@ -161,7 +193,13 @@ class LeanSaves:
         if rebuilt is None:
             return handle
         rebuilt.is_saved = True
+        if self._settles:
+            self._made.append(handle)
         return Use(handle, rebuilt)
+
+    def _is_own(self, base: torch.Tensor) -> bool:
+        """Whether a tensor is as its operation made it, and not another unit's result."""
+        return not base._version and (not self._returned or self._returned.of(base.untyped_storage()) is None)
 
     def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if node is None and base.requires_grad:
@@ -273,6 +311,7 @@ class LeanSaves:
         elif self.notes.is_result(base):
             found = self._values.rebuilt(node, output, 0)
         if found is None or isinstance(found, Kept) or found.grade > self._grade:
+            self._in_vain = True
             return None
         return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
 

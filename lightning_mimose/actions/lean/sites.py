@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_mimose.actions.lean.handles import Handle
+
 
 class Place(NamedTuple):
     """Where in a unit's forward a tensor is saved.
@@ -24,6 +26,14 @@ class Place(NamedTuple):
     recipe: int
 
 
+Spot = tuple[int, int, int, str]
+"""Where a tensor is saved and by which grade: the grade, how many were saved before it, how many operations had run,
+and the one that made it. It takes less to tell than a `Place`, for nothing has to be looked for."""
+SURE = 2
+"""Calls in which nothing came of a spot before it is passed over."""
+BUSY = -1
+
+
 @dataclass
 class Sites:
     """What is known about the places of one unit, over all steps.
@@ -31,10 +41,38 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
+        idle: In how many calls a spot's tensor was kept and nothing was rebuilt from it; `BUSY` if something once was.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
+    idle: dict[Spot, int] = field(default_factory=dict)
+
+    def settle(self, kept: Iterable[tuple[Spot, Iterable[Handle | None]]], made: Iterable[Handle]) -> None:
+        """Learn from a call where looking for recipes is in vain.
+
+        Args:
+            kept: Spots whose tensors were kept, and the handles that stood for them.
+            made: What came of the call that is rebuilt.
+        """
+        unknown = [(spot, handles) for spot, handles in kept if self.idle.get(spot) != BUSY]
+        if unknown:
+            used = set(map(id, _sources(made)))
+            for spot, handles in unknown:
+                is_used = any(id(each) in used for each in handles)
+                self.idle[spot] = BUSY if is_used else self.idle.get(spot, 0) + 1
+
+
+def _sources(made: Iterable[Handle]) -> Iterator[Handle]:
+    """Whatever these are rebuilt from, themselves included."""
+    known: set[int] = set()
+    waiting = list(made)
+    while waiting:
+        handle = waiting.pop()
+        if id(handle) not in known:
+            known.add(id(handle))
+            yield handle
+            waiting += handle.sources
 
 
 class References:

@@ -116,10 +116,12 @@ class Values:
         own = own if own == ATTENTION else max(own, made.grade)
         if own > self._grade:
             return None
-        inputs = [each for each in made.inputs if each is not None]
-        if len(inputs) != len(made.inputs) or not all(each.is_intact for each in inputs if isinstance(each, Kept)):
-            return None
-        grade = max(own, *(each.needed_grade for each in inputs), 0)
+        grade, inputs = own, []
+        for each in made.inputs:
+            if each is None or (isinstance(each, Kept) and not each.is_intact):
+                return None
+            inputs.append(each)
+            grade = max(grade, each.needed_grade)
         shape = view.shape
         elements = prod(shape)
         work = made.work + made.work_per_element * elements
@@ -138,7 +140,7 @@ class Values:
         )
         if recipe.operations > MOST_OPERATIONS:
             return None
-        recipe.identity = hash((name, *(each.identity for each in inputs)))
+        recipe.identity = hash((name, *[each.identity for each in inputs]))
         return recipe
 
     def _leads_nowhere(self, node: Any) -> bool:

@@ -1,0 +1,90 @@
+"""What is known about places: where recipes are looked for in vain is passed over, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mimose.actions.lean.handles import Kept, Recipe
+from lightning_mimose.actions.lean.saves import SMALL_BYTES
+from lightning_mimose.actions.lean.sites import BUSY, SURE, Sites
+from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
+
+CALLS = SURE + 2
+
+
+def inputs(rows: int = 40) -> list[Tensor]:
+    """Leaves."""
+    torch.manual_seed(0)
+    return [torch.randn(rows, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)]
+
+
+def mixed(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
+    """Products that are saved and never rebuilt, one of which something is rebuilt from, and such that are rebuilt."""
+    one = watch(torch.addmm(x.sum(0), x, weight))
+    wide = watch(functional.gelu(one))
+    sine = watch(torch.sin(wide))
+    return torch.cumsum(watch(torch.cumsum(sine, 0)) @ weight, 0).pow(3)
+
+
+def gated(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
+    """A view of a product is what something is rebuilt from."""
+    gate, up = (x @ weight).view(-1, 2, 16).unbind(1)
+    return torch.cumsum(watch(functional.silu(watch(gate))) * watch(up.cumsum(0)), 0).pow(3)
+
+
+@pytest.mark.parametrize("function", [mixed, gated])
+@pytest.mark.parametrize("grade", range(1, EVERYTHING + 1))
+def test_later_calls_keep_and_rebuild_what_the_first_did(function: Callable[..., Tensor], grade: int) -> None:
+    sites, plain = Sites(), Pass(function, inputs(), None)
+    first = Pass(function, inputs(), grade, sites=sites)
+    places = len(sites.checked)
+    for rows in (40, 56, 72, 40):
+        later = Pass(function, inputs(rows), grade, sites=sites)
+        assert later.alive == first.alive
+    assert same_bits(later.bits, plain.bits)
+    assert len(sites.checked) == places
+    assert max(sites.idle.values()) >= SURE
+
+
+def test_another_branch_is_looked_at_anew() -> None:
+    """The same operation saves as the same number, but others have run before it: here it can be rebuilt."""
+
+    def branching(watch: Watch, x: Tensor, weight: Tensor, *, other: bool) -> Tensor:
+        hidden = torch.cumsum(x, 0) if not other else functional.gelu(x.neg())
+        return (watch(hidden) @ weight).exp()
+
+    sites = Sites()
+    for _ in range(CALLS):
+        kept = Pass(lambda *given: branching(*given, other=False), inputs(), EVERYTHING, sites=sites)
+    assert kept.alive == [True]
+    rebuilt = Pass(lambda *given: branching(*given, other=True), inputs(), EVERYTHING, sites=sites)
+    assert rebuilt.alive == [False]
+
+
+def test_what_is_kept_for_its_size_is_looked_at_in_every_call() -> None:
+    def small(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
+        return (watch(functional.gelu(x * 2)) @ weight).exp()
+
+    sites, rows = Sites(), SMALL_BYTES // (4 * 32) // 2
+    for _ in range(CALLS):
+        assert Pass(small, inputs(rows), 1, sites=sites).alive == [True]
+    assert Pass(small, inputs(8 * rows), 1, sites=sites).alive == [False]
+
+
+def test_settling() -> None:
+    sites, source, other = Sites(), Kept(torch.ones(3)), Kept(torch.ones(3))
+    inner = Recipe(torch.relu, [source], 12, (3,), 1, 3.0)
+    made = [Recipe(torch.relu, [inner], 12, (3,), 1, 3.0)]
+    used, idle = (1, 1, 5, "SinBackward0"), (1, 2, 6, "ExpBackward0")
+    for count in (1, 2):
+        sites.settle([(used, (source, source)), (idle, (other, None))], made)
+        assert sites.idle == {used: BUSY, idle: count}
+    sites.settle([(used, (Kept(torch.ones(3)),))], [])
+    assert sites.idle[used] == BUSY, "it may be needed again"
+    sites.settle([(idle, (source,))], made)
+    assert sites.idle[idle] == BUSY
