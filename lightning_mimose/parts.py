@@ -1,11 +1,13 @@
-"""What holds a tensor's data: the tensor itself, as a rule; several plain ones of a sparse or jagged one."""
+"""What holds data: the tensors in a structure, and of each itself, as a rule; several plain ones of a sparse one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.sharding import local
@@ -39,9 +41,45 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(tensor, name)() for name in _COMPRESSED.get(tensor.layout, ()))
 
 
+_CLOSED = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """The leaves of a structure, as pytree has them; objects that it cannot take apart are replaced by what is in them.
+
+    Limitations:
+        One level deep: of objects in objects nothing is seen.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Output:
+        ...     loss: float
+        ...     hidden: list[float]
+        >>> leaves_in([1, Output(2.0, [3.0, 4.0])])
+        [1, 2.0, 3.0, 4.0]
+    """
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, _CLOSED):
+            found.append(leaf)
+        else:
+            found += tree_leaves([*_inside(leaf)]) or [leaf]
+    return found
+
+
+def _inside(leaf: Any) -> Iterator[Any]:
+    if isinstance(leaf, Mapping):
+        yield from leaf.values()
+    elif is_dataclass(leaf):  # which may have slots
+        yield from (getattr(leaf, name, None) for name in leaf.__dataclass_fields__)
+    else:
+        yield from getattr(leaf, "__dict__", {}).values()
+
+
 def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The storage of every part of every tensor in a structure, in order."""
-    for leaf in tree_leaves(tree):
+    for leaf in leaves_in(tree):
         if isinstance(leaf, torch.Tensor):
             for part in plain_parts(leaf):
                 yield part.untyped_storage()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.compared import Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
@@ -31,7 +30,7 @@ from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trying import Findings
 from lightning_mimose.measure.collector import Region
 from lightning_mimose.menu import ATTENTION, CHUNKS, GRADES, OFFLOAD, RECOMPUTE_LEAN, SPLITS
-from lightning_mimose.parts import storages_in
+from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.units import Unit, is_compiled
 
 
@@ -113,7 +112,7 @@ class _Calls:
         again = session.recorder is not None and session.recorder.replays.running
         if action in GRADES or session.inside or again:
             return False
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf))
+        tensors = (leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf))
         if not any(session.returned.of(tensor.untyped_storage()) for tensor in tensors):
             return False
         return not out_of_reach(self._name, session)
@@ -185,7 +184,7 @@ class _Calls:
 
     def _offloaded(self, offloader: Offloader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
-        held = (*tree_leaves((args, kwargs)), *self._state.buffers(), *self._state.parameters())
+        held = (*leaves_in((args, kwargs)), *self._state.buffers(), *self._state.parameters())
         session.inside += 1
         try:
             with offloader.around(held):
@@ -201,7 +200,7 @@ class _Calls:
             grade,
             leaves=self._state.parameters(),
             held=self._state.buffers(),
-            given=tree_leaves((args, kwargs)),
+            given=leaves_in((args, kwargs)),
             returned=session.returned,
         )
         try:

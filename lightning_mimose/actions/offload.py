@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, base_of, is_plain, storages_of, unpack
+from lightning_mimose.parts import leaves_in
 
 SMALL_BYTES = 4096
 """A smaller storage is not worth a copy."""
@@ -269,7 +269,7 @@ class Offloader:
         if not waiting.moved:
             return
         waiting.leave()
-        for leaf in tree_leaves(out):
+        for leaf in leaves_in(out):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(partial(_fetch, waiting.moved))
 

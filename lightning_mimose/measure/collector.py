@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.clock import Clock
@@ -26,7 +25,7 @@ from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
-from lightning_mimose.parts import storages_in
+from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER
 
 Left = Mapping[tuple[int, str], torch.Tensor]
@@ -61,7 +60,7 @@ class StepRecorder:
         gradients_stay: bool = False,
     ) -> None:
         self._curve = Curve(device, gradient_bytes, profile=profile, gradients_stay=gradients_stay)
-        self._storages = Storages(resident)
+        self._storages = Storages(resident, self._curve.ask)
         self._calls: list[Call] = []
         self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)
         self._stack: list[Call] = []
@@ -143,6 +142,12 @@ class StepRecorder:
             if call.is_unseen:
                 call.saved = dict(call.packed)
         measured = self._curve.stop()
+        # What a call was given and that is older than the step (a memory that the loop carries on) is in no curve: that
+        # it is held, or let go of, changes nothing.
+        for number, is_older in zip(self._storages.asked, self._curve.older, strict=False):
+            for call in self._calls if is_older else ():
+                for held in (call.inputs, call.saved, call.packed):
+                    held.update({number: 0} if number in held else {})
         self.replays.tell_times()
         self.inputs.close()
         self._storages.clear()
@@ -205,7 +210,7 @@ class StepRecorder:
                 live.inputs.look()
                 call.marks["backward"] = live.mark(call.key, "backward")
 
-        for leaf in tree_leaves(out):
+        for leaf in leaves_in(out):
             if isinstance(leaf, torch.Tensor):
                 for storage in storages_in(leaf):
                     call.returned.append(self._number_until_backward(call, storage))

@@ -112,6 +112,16 @@ class Curve:
         assert self._meter is not None
         self._meter.hold(owner, nbytes)
 
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """Ask whether a storage is older than the start; `older` tells at the end."""
+        assert self._meter is not None
+        self._meter.ask(storage)
+
+    @property
+    def older(self) -> list[bool]:
+        """For each storage that was asked about: whether nothing of it is in the curve."""
+        return [] if self._meter is None else self._meter.older
+
     def stop(self) -> Measured | None:
         """Stop the meter; None if nothing was measured."""
         assert self._meter is not None

@@ -26,10 +26,13 @@ class Meter(Protocol):
     Attributes:
         sees_old_frees: Whether freeing memory that is older than the start lowers the curve.
         allocator: What the device's allocator had at most, None where none counts.
+        older: For each storage that was asked about, whether the curve counts nothing of it, for it is older than the
+            start; complete once it has stopped.
     """
 
     sees_old_frees: bool
     allocator: Allocator | None
+    older: list[bool]
 
     def start(self) -> None:
         """Begin, and open the first interval."""
@@ -39,6 +42,9 @@ class Meter(Protocol):
 
     def hold(self, owner: object, nbytes: int) -> None:
         """Told of bytes that no operator returns and that live as long as their owner: a generator's state."""
+
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """Asked whether a storage is older than the start."""
 
     def expect_free(self) -> None:
         """Told at a mark that memory goes right after it."""

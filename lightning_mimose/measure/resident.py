@@ -20,7 +20,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
-from lightning_mimose.parts import plain_parts
+from lightning_mimose.parts import leaves_in, plain_parts
 from lightning_mimose.sharding import held_bytes
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
@@ -71,15 +71,7 @@ def batch_tensors(batch: Any) -> list[torch.Tensor]:
     values = batch.values() if type(batch) is dict else batch
     if isinstance(batch, (dict, list, tuple)) and all(isinstance(value, torch.Tensor) for value in values):
         return list(values)  # what almost every batch is, on every step
-    found: list[torch.Tensor] = []
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif not isinstance(leaf, (int, float, str, bytes, type(None))):
-            # No pytree: a dataclass, a BatchEncoding, an object that carries tensors.
-            inner = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
-            found.extend(t for value in inner for t in tree_leaves(value) if isinstance(t, torch.Tensor))
-    return found
+    return [leaf for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor)]  # of a BatchEncoding, a dataclass, too
 
 
 def optimized(*optimizers: Optimizer) -> Iterator[nn.Parameter]:

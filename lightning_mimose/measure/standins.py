@@ -140,7 +140,7 @@ class StandIns:
         storage = tensor.untyped_storage()
         if self._storages.is_resident(storage) or tensor.__dict__ or tensor._backward_hooks:
             return False
-        number = self._storages.number(storage)
+        number = self._storages.given(storage)
         known = self._inputs.get(number)
         if known is None and number in self.followed:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ class Storages:
 
     Args:
         resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold.
+        ask: Told each storage that is first seen where a call is given it: it may be older than the step.
+
+    Attributes:
+        asked: The numbers of those, in order.
 
     Example:
         >>> import torch
@@ -25,10 +29,14 @@ class Storages:
         ([1, 2, 1], {1: 12})
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, resident: Iterable[torch.Tensor], ask: Callable[[torch.UntypedStorage], None] | None = None
+    ) -> None:
         self._resident = {part.untyped_storage()._cdata for tensor in resident for part in plain_parts(tensor)}
         self._numbers: Any = WeakIdKeyDictionary()
         self._last = 0
+        self._ask = ask
+        self.asked: list[int] = []
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The storage's number."""
@@ -45,7 +53,14 @@ class Storages:
     def bytes_in(self, tree: Any) -> dict[int, int]:
         """Number -> bytes of the storages in a structure of tensors, those that are resident left out."""
         found = [storage for storage in storages_in(tree) if not self.is_resident(storage)]
-        return {self.number(storage): storage.nbytes() for storage in found}
+        return {self.given(storage): storage.nbytes() for storage in found}
+
+    def given(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage that a call is given."""
+        if self._ask is not None and storage not in self._numbers:
+            self._ask(storage)
+            self.asked.append(self.number(storage))
+        return self.number(storage)
 
     def in_order(self, tree: Any) -> list[int]:
         """The number of every tensor's storage in a structure."""

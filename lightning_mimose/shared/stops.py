@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.trace import call_key
+from lightning_mimose.parts import leaves_in
 from lightning_mimose.predict.shapes import NEVER
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline
@@ -123,5 +123,5 @@ def _before_backward(arrive: Callable[[int], None], stretch: int, gradients: Any
 
 def _node(out: Any) -> torch.autograd.graph.Node | None:
     """The first node of what a call returned: its backward begins there."""
-    leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
+    leaves = (out,) if isinstance(out, torch.Tensor) else leaves_in(out)
     return next((t.grad_fn for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None), None)

@@ -86,6 +86,25 @@ def test_views_and_in_place_results_are_not_counted_again(make: Callable[[], Met
     assert meter.stop() == [Interval(0, 16 * KIB)]
 
 
+@METERS
+def test_what_is_older_than_the_start_is_told_from_what_is_not(make: Callable[[], Meter]) -> None:
+    """By when it was made, not by its address: what is made where something older was is not older."""
+    old, short = block(64), block(48)
+    meter = make()
+    meter.start()
+    meter.ask(old.untyped_storage())
+    new = block(32)
+    meter.ask(new.untyped_storage())
+    meter.mark()
+    meter.ask(short.untyped_storage())
+    del short
+    for again in [block(48) for _ in range(3)]:
+        meter.ask(again.untyped_storage())
+    meter.ask(old[:10].untyped_storage())
+    meter.stop()
+    assert meter.older == [True, False, True, False, False, False, True]
+
+
 def test_the_profiler_meter_does_not_lower_the_curve_for_old_memory() -> None:
     """Freeing what was allocated before the start leaves the curve at what was allocated since."""
     old = block(100)

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.handles import Rebuilt, rebuilt_now
 from lightning_mimose.errors import is_out_of_memory
+from lightning_mimose.parts import leaves_in
 
 
 class Result:
@@ -122,7 +122,7 @@ def make_in_backward(taken: Sequence[Rebuilt], out: Any) -> None:
             if live is not None and live.uses:
                 _try_to_make(live)
 
-    for leaf in tree_leaves(out) if waiting else ():
+    for leaf in leaves_in(out) if waiting else ():
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.grad_fn.register_prehook(make)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.actions.lean.handles import (
     Handle,
@@ -37,6 +36,7 @@ from lightning_mimose.actions.lean.sites import SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.menu import MASKS
+from lightning_mimose.parts import leaves_in
 
 SMALL_BYTES = 2048
 """Smaller tensors are not worth a recipe."""
@@ -338,7 +338,7 @@ class LeanSaves:
 def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors with gradients that a unit returned, or that it returned views of, and the nodes that made them."""
     known: set[int] = set()
-    for tensor in tree_leaves(out):
+    for tensor in leaves_in(out):
         if isinstance(tensor, torch.Tensor) and is_plain(tensor):
             base = base_of(tensor)
             node = base.grad_fn

@@ -32,6 +32,7 @@ class AcceleratorMeter:
         self._looks = self._thread = 0
         self.sees_old_frees = True
         self.allocator: Allocator | None = None
+        self.older: list[bool] = []
 
     def start(self) -> None:
         """Reset the allocator's peaks and remember what there is."""
@@ -54,6 +55,10 @@ class AcceleratorMeter:
 
     def hold(self, owner: object, nbytes: int) -> None:
         """The host's memory is not the accelerator's."""
+
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """It counts, whenever it was made."""
+        self.older.append(False)
 
     def expect_free(self) -> None:
         """Look again when the memory has gone: until then a peak is no less than what there is now.

@@ -31,6 +31,7 @@ class DispatchMeter(ThreadedMode):
         self._intervals: list[Interval] = []
         self.sees_old_frees = False
         self.allocator: Allocator | None = None
+        self.older: list[bool] = []
 
     def start(self) -> None:
         """Enter the mode."""
@@ -49,6 +50,10 @@ class DispatchMeter(ThreadedMode):
         self._level += nbytes
         self._reached(self._level)
         weakref.finalize(owner, self._freed, id(owner))
+
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """No operator has returned it since the start."""
+        self.older.append(storage._cdata not in self._known)
 
     def expect_free(self) -> None:
         """The next operator will see it."""

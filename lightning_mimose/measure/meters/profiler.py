@@ -18,7 +18,7 @@ from torch.autograd.profiler import profile, record_function
 
 from lightning_mimose.measure.interval import Allocator, Interval
 
-_MARK = "lightning_mimose/"
+_MARK, _ASK = "lightning_mimose/", "lightning_mimose/asked"
 _session = threading.Lock()
 """Held while a `ProfilerMeter` runs."""
 
@@ -57,6 +57,8 @@ class ProfilerMeter:
         self._running = False
         self.sees_old_frees = False
         self.allocator: Allocator | None = None
+        self.older: list[bool] = []
+        self._asked: list[int] = []
 
     def start(self) -> None:
         """Start the profiler; waits for another thread's session to end, if one began since `make_meter` looked."""
@@ -74,6 +76,12 @@ class ProfilerMeter:
 
     def hold(self, owner: object, nbytes: int) -> None:
         """The profiler has seen it."""
+
+    def ask(self, storage: torch.UntypedStorage) -> None:
+        """Put an event into the trace, where it will be known what there was."""
+        self._asked.append(storage.data_ptr())
+        with record_function(_ASK):
+            pass
 
     def expect_free(self) -> None:
         """The profiler will see it."""
@@ -101,6 +109,9 @@ class ProfilerMeter:
                 opened = peak = level
                 rest = None
                 continue
+            if event.name == _ASK:
+                self.older.append(self._asked[len(self.older)] not in alive)
+                continue
             fields = event.extra_fields
             if fields.alloc_size > 0:
                 alive[fields.ptr] = fields.alloc_size
@@ -118,7 +129,7 @@ def _memory_and_marks(events: list[Any]) -> Iterator[Any]:
     stack = list(events)
     while stack:
         event = stack.pop()
-        if event.name in ("[memory]", _MARK):
+        if event.name in ("[memory]", _MARK, _ASK):
             yield event
         stack.extend(event.children)
 
