@@ -122,11 +122,7 @@ class Forecast:
                 f"Ask again after some training steps on batches with these dimensions.{self._unlike(size)}"
             )
         data = round(float(prediction.values[prediction.structure.batch]))
-        here = self.resident
-        resident = Resident(
-            here.lasting_bytes + data, here.old_gradient_bytes, here.zeroes_gradients, here.update_bytes + data
-        )
-        return self.timeline_of(prediction, resident), prediction
+        return self.timeline_of(prediction, self.resident.without(-data)), prediction
 
     def timeline_of(self, prediction: Prediction, resident: Resident) -> Timeline:
         """The timeline of a predicted step beside what is resident."""

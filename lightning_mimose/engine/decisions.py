@@ -118,7 +118,10 @@ class Decisions:
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
         lasting = ledger.lasting_bytes() + data + reckoned
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
-        resident = Resident(lasting, ledger.gradient_bytes, zeroes_gradients, self._update.peak_bytes(lasting))
+        update = self._update
+        resident = Resident(
+            lasting, ledger.gradient_bytes, zeroes_gradients, update.peak_bytes(lasting), update.again_bytes
+        )
         step = Step(
             size or UNSIZED,
             batch_idx,

@@ -67,6 +67,8 @@ class Lessons:
         """Planned steps on an accelerator, forward and backward: size and actions of each."""
         self._timed = self._timed_since = 0
         self._warned = self._unreached = self._told_apart = False
+        self._evaluates = False
+        """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
 
@@ -124,7 +126,7 @@ class Lessons:
         self._unmeasured = 0
         peak = self._take_peak(step, trace)
         if not step.sheltered or step.mixed:
-            self._compare(step, peak)
+            self._compare(step, peak, whole=not self._evaluates)
             return
         if step.learns:
             self._observe(step, trace)
@@ -137,13 +139,15 @@ class Lessons:
         if step.recorder is None or not step.measuring:
             return
         step.evaluated_again |= self._update.evaluates
-        seen = step.recorder.sees_old_frees or not step.evaluated_again
         trace, step.recorder = step.recorder.stop(), None
-        if not seen:
-            step.measured_peak_bytes = None  # much of the memory that such an update frees is older than the step
-            return
         before_update = step.measured_peak_bytes or 0
         self._take_peak(step, trace)
+        if trace.marks and (step.evaluated_again or self._evaluates):
+            self._evaluates = True
+            peak, planned = step.measured_peak_bytes or 0, not step.sheltered or step.mixed
+            self._update.evaluated(before_update, peak, planned=planned)
+            if planned:
+                self._compare(step, peak, whole=True)
         if (step.measured_peak_bytes or 0) > before_update > 0:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
@@ -192,8 +196,14 @@ class Lessons:
             self._hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak
 
-    def _compare(self, step: Step, peak: int) -> None:
-        """A planned step: hold what it reached against what was predicted."""
+    def _compare(self, step: Step, peak: int, *, whole: bool) -> None:
+        """A planned step: hold what it reached against what was predicted.
+
+        Args:
+            step: The step.
+            peak: What it reached.
+            whole: Whether it comes no further in its update.
+        """
         advisor, budget = self._advisor, self._advisor.budget_bytes
         plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
         exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
@@ -203,11 +213,11 @@ class Lessons:
         clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
-        if plan is not None and predicted is not None and exact and clean:
+        if plan is not None and predicted is not None and exact and clean and whole:
             # The prediction covers the whole step, of which the update is still to come.
-            whole = max(peak, step.resident.update_bytes)
-            if not step.by_the_way or whole > predicted:
-                advisor.verify(step.size, step.resident, plan, predicted, whole, anew=step.inputs_taught)
+            reached = max(peak, step.resident.update_bytes)
+            if not step.by_the_way or reached > predicted:
+                advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             advisor.bounds.refute()
         elif plan is not None and predicted is None and budget < peak:

@@ -160,6 +160,9 @@ class Metering:
             step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
         step.recorder.start()
+        if isinstance(step.recorder, StepRecorder):
+            # The step's own gradients, which an update that evaluates the loss again (SAM's) may let go of first.
+            step.recorder.adopt(each.grad for each, _ in self._ledger.parameters() if each.grad is not None)
 
     def stop(self, step: Step) -> None:
         """Stop a meter of which nothing is learnt, and take it from the step."""

@@ -9,7 +9,7 @@ checkpoint's own sees which storages each nested unit saves (see `replay`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -88,6 +88,10 @@ class StepRecorder:
         """Start the meter; the first interval belongs to the step."""
         self._cycles.watch()
         self._curve.start()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name tensors that are older than the start and are to be seen when they go."""
+        self._curve.adopt(storages_in(list(tensors)))
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Mark the start of a backward pass, and note who holds what at this moment.

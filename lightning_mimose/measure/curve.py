@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -111,6 +111,11 @@ class Curve:
         """Bytes that no operator returns and that live as long as their owner."""
         assert self._meter is not None
         self._meter.hold(owner, nbytes)
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Name what is older than the start and is to be seen when it goes."""
+        assert self._meter is not None
+        self._meter.adopt(storages)
 
     def ask(self, storage: torch.UntypedStorage) -> None:
         """Ask whether a storage is older than the start; `older` tells at the end."""

@@ -9,6 +9,7 @@ empty, a dispatch mode counts instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -45,6 +46,9 @@ class Meter(Protocol):
 
     def ask(self, storage: torch.UntypedStorage) -> None:
         """Asked whether a storage is older than the start."""
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Told, at the start, what is older and lowers the curve all the same when it goes."""
 
     def expect_free(self) -> None:
         """Told at a mark that memory goes right after it."""

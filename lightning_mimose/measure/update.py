@@ -12,6 +12,9 @@ from torch.utils.weak import TensorWeakRef
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, optimized, probe_optimizer, versions
 from lightning_mimose.predict.shapes import Resident
 
+SHELTERED_SLACK = 1.25
+"""By how much what such an update holds may be above what sheltered steps have shown of it."""
+
 
 class UpdateReserve:
     """Knows what a step's updates reach.
@@ -32,6 +35,7 @@ class UpdateReserve:
         self._trained: torch.Tensor | None = None
         self._gradient: TensorWeakRef | None = None
         self.cost = OptimizerCost(0, 0)
+        self._seen_bytes = self._guessed_bytes = 0
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; each is probed."""
@@ -70,6 +74,26 @@ class UpdateReserve:
         whole = all(map(ne, self._versions_now(), self._versions))
         least = 0 if whole else self.cost.transient_bytes
         self.cost = OptimizerCost(self.cost.state_bytes, max(least, transient_bytes))
+
+    def evaluated(self, pass_bytes: int, peak_bytes: int, *, planned: bool) -> None:
+        """The loss was evaluated again in an update, not for the first time in a step.
+
+        Args:
+            pass_bytes: The peak of the step's own pass.
+            peak_bytes: That of the update.
+            planned: Whether that was a planned step. A sheltered one has its peak where less may be held.
+        """
+        if any(cost.growing_bytes for _, cost in self._costs):
+            return  # of such it is reserved from the start
+        more_bytes = peak_bytes - pass_bytes
+        if planned and more_bytes > 0:
+            self._seen_bytes = max(self._seen_bytes, more_bytes)
+        self._guessed_bytes = max(self._guessed_bytes, int(SHELTERED_SLACK * more_bytes))
+
+    @property
+    def again_bytes(self) -> int:
+        """What updates hold that evaluate the loss again, besides what the step's own pass does."""
+        return self._seen_bytes or self._guessed_bytes
 
     def _versions_now(self) -> list[int]:
         return [versions(optimized(optimizer)) for optimizer, _ in self._costs]

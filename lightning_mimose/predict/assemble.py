@@ -124,7 +124,7 @@ class _Assembly(Rows):
         """
         layout = self.structure.layout
         entry = layout.columns["entry"]
-        before = self.resident.lasting_bytes + self.resident.old_gradient_bytes
+        before = self.resident.total_bytes + self.resident.again_bytes
         limit = before + self.value[entry] + peak_bytes
         call, position = layout.in_forward
         here = ((row_of >= 0) & (entry >= 0))[call]

@@ -42,7 +42,7 @@ def levels(
         gradients = np.maximum(made, before)
     start: NDArray[np.int64] = padded[entry]
     level: NDArray[np.int64] = padded[column] + start
-    everything: NDArray[np.int64] = resident.lasting_bytes + level + gradients
+    everything: NDArray[np.int64] = resident.lasting_bytes + resident.again_bytes + level + gradients
     return level, start, everything
 
 
@@ -123,7 +123,8 @@ class Rows:
         _, _, self.backward, self.made = structure.arrays
         self.values, self.value = values, whole_bytes(values)
         self.level, self.entry, self.base = levels(structure, self.value, resident)
-        self.minimum_bytes = max(1, int(minimum_share * (int(self.base.max(initial=0)) - resident.lasting_bytes)))
+        activations = int(self.base.max(initial=0)) - resident.lasting_bytes - resident.again_bytes
+        self.minimum_bytes = max(1, int(minimum_share * activations))
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
         self.calls_of = structure.layout.calls_of

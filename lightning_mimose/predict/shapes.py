@@ -21,12 +21,14 @@ class Resident(NamedTuple):
         old_gradient_bytes: Gradients alive at the step's start.
         zeroes_gradients: Whether they are set to None between forward and backward.
         update_bytes: Peak of the optimizer's update, everything included.
+        again_bytes: What an update that evaluates the loss again (SAM's) holds besides, all through that.
     """
 
     lasting_bytes: int
     old_gradient_bytes: int
     zeroes_gradients: bool
     update_bytes: int
+    again_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -35,9 +37,7 @@ class Resident(NamedTuple):
 
     def without(self, nbytes: int) -> Resident:
         """The same, less some bytes that last."""
-        return Resident(
-            self.lasting_bytes - nbytes, self.old_gradient_bytes, self.zeroes_gradients, self.update_bytes - nbytes
-        )
+        return self._replace(lasting_bytes=self.lasting_bytes - nbytes, update_bytes=self.update_bytes - nbytes)
 
 
 @dataclass(frozen=True)

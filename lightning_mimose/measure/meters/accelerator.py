@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -59,6 +60,9 @@ class AcceleratorMeter:
     def ask(self, storage: torch.UntypedStorage) -> None:
         """It counts, whenever it was made."""
         self.older.append(False)
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """All memory is seen to go."""
 
     def expect_free(self) -> None:
         """Look again when the memory has gone: until then a peak is no less than what there is now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ class DispatchMeter(ThreadedMode):
     def ask(self, storage: torch.UntypedStorage) -> None:
         """No operator has returned it since the start."""
         self.older.append(storage._cdata not in self._known)
+
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Follow them as if an operator had returned them."""
+        for storage in storages:
+            if storage._cdata not in self._known:
+                self._known[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata)
+        self.sees_old_frees = True
 
     def expect_free(self) -> None:
         """The next operator will see it."""

@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class ProfilerMeter:
         self.allocator: Allocator | None = None
         self.older: list[bool] = []
         self._asked: list[int] = []
+        self._adopted: dict[int, int] = {}
 
     def start(self) -> None:
         """Start the profiler; waits for another thread's session to end, if one began since `make_meter` looked."""
@@ -83,6 +84,11 @@ class ProfilerMeter:
         with record_function(_ASK):
             pass
 
+    def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """The profiler knows what was made while another session of it ran, as a step's own gradients were."""
+        self._adopted = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.sees_old_frees = True
+
     def expect_free(self) -> None:
         """The profiler will see it."""
 
@@ -100,7 +106,7 @@ class ProfilerMeter:
         if results is None:
             return []
         intervals: list[Interval] = []
-        alive: dict[int, int] = {}
+        alive: dict[int, int] = dict(self._adopted)
         level = opened = peak = 0
         rest: int | None = None
         for event in sorted(_memory_and_marks(results.experimental_event_tree()), key=lambda e: e.start_time_ns):
