@@ -55,7 +55,7 @@ class Metering:
         self._bounded += step.advice.bounded
         step.learns = step.sheltered and (self._due > 0 or not step.undecided)
         if step.undecided:
-            step.is_measured = step.learns or self._is_free or self._measures_now()
+            step.is_measured = step.learns or self._is_free or self._measures_undecided()
         else:
             step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
 
@@ -93,10 +93,17 @@ class Metering:
             # A loop that frees old gradients when it likes: no meter on CPU sees that, and no unit marks the time.
             return False
         if step.advice.bounded:
-            return self._bounded % MEASURE_BOUNDED_EVERY == 0 or self._bounded <= VERIFIED_STEPS
+            return self._measures_bounded()
         if step.advice.predicted_peak_bytes is None or step.advice.to_be_proven:
             return True  # a plan for a size that is not trusted yet, or not for all that it does
         return self._measures_now()
+
+    def _measures_undecided(self) -> bool:
+        # As long as nothing but bounds is known, no prediction will ever be held against a step.
+        return self._measures_bounded() if self._bounded > VERIFIED_STEPS else self._measures_now()
+
+    def _measures_bounded(self) -> bool:
+        return self._bounded % MEASURE_BOUNDED_EVERY == 0 or self._bounded <= VERIFIED_STEPS
 
     def _measures_now(self) -> bool:
         return self.planned % MEASURE_EVERY == 0 or self._lessons.verified < VERIFIED_STEPS

@@ -8,24 +8,30 @@ together is more than they would have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 PATIENCE_STEPS = 12
 """Sheltered steps after which bounds are used: by then fits have mostly come about."""
-SAFETY = 2.0
-"""What a step may take, over the most that any other one would have: batches of the same size need not be alike."""
+MUCH_LARGER = 1.5
+"""How many times as large as all before no size may be."""
+GROWTH = 3
+"""The power of it that memory may grow with: attention over pairs takes as much."""
+LEAST_SAFETY = 1.2
+"""What a step may take, over the most that any other one would have: batches of the same size need not be alike. Twice
+as much at first, and less the more steps were seen: the next of n + 1 is the largest once in n + 1 times."""
 
 
 class Bounds:
     """What steps take at most if everything is kept.
 
-    Only inside the sizes that were seen: how a step grows beyond them is what nobody knows here.
+    Beyond the sizes that were seen a step may grow with the cube of each, and nothing is known far beyond them.
 
     Example:
         >>> bounds = Bounds()
         >>> for _ in range(PATIENCE_STEPS):
         ...     bounds.add({"batch": 4, "ids:1": 60}, 1000)
-        >>> bounds.of({"batch": 4, "ids:1": 50}), bounds.of({"batch": 4, "ids:1": 61}), bounds.of({"batch": 4})
-        (2000, None, None)
+        >>> bounds.of({"batch": 4, "ids:1": 50}), bounds.of({"batch": 4, "ids:1": 66}), bounds.of({"batch": 4})
+        (2000, 2662, None)
     """
 
     def __init__(self) -> None:
@@ -54,8 +60,11 @@ class Bounds:
         if self._refuted or self._steps < PATIENCE_STEPS or names not in self._largest:
             return None
         largest = self._largest[names]
-        inside = all(value <= largest[name] for name, value in dims.items())
-        return int(SAFETY * self._most_bytes[names]) if inside else None
+        larger = prod(max(1.0, value / largest[name]) if largest[name] else MUCH_LARGER for name, value in dims.items())
+        if larger >= MUCH_LARGER:
+            return None
+        safety = max(LEAST_SAFETY, 1 + PATIENCE_STEPS / self._steps)
+        return int(safety * larger**GROWTH * self._most_bytes[names])
 
     def refute(self) -> None:
         """A step took more, or may have: believe none of it any more."""

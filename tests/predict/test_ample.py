@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mimose.predict.ample import PATIENCE_STEPS, SAFETY, Bounds
+from lightning_mimose.predict.ample import LEAST_SAFETY, PATIENCE_STEPS, Bounds
 
 
 def seen(*steps: tuple[dict[str, int], int]) -> Bounds:
@@ -22,15 +22,36 @@ def test_bounds_are_not_used_before_fits_had_their_time() -> None:
         bounds.add({"batch": 4}, 1000)
         assert bounds.of({"batch": 4}) is None
     bounds.add({"batch": 4}, 900)
-    assert bounds.of({"batch": 4}) == int(SAFETY * 1000)
+    assert bounds.of({"batch": 4}) == 2 * 1000
 
 
 def test_the_most_that_any_batch_needed_counts_for_all_up_to_the_largest() -> None:
-    """Two packed texts of the same length need not have the same attention; beyond the largest nothing is known."""
+    """Two packed texts of the same length need not have the same attention."""
     bounds = seen(({"n": 1000, "m": 3}, 3000), ({"n": 1024, "m": 2}, 1000))
-    assert bounds.of({"n": 1024, "m": 3}) == bounds.of({"n": 10, "m": 1}) == int(SAFETY * 3000)
-    assert bounds.of({"n": 1025, "m": 3}) is bounds.of({"n": 10, "m": 4}) is None
+    assert bounds.of({"n": 1024, "m": 3}) == bounds.of({"n": 10, "m": 1}) == 2 * 3000
     assert bounds.of({"n": 10}) is None  # batches of another kind
+
+
+def test_beyond_the_largest_a_step_may_grow_with_the_cube_of_its_size() -> None:
+    """Far beyond it nothing is known."""
+    bounds = seen(({"n": 100, "m": 10}, 3000), ({"n": 50, "m": 0}, 1000))
+    assert bounds.of({"n": 110, "m": 10}) == int(2 * 1.1**3 * 3000)
+    assert bounds.of({"n": 110, "m": 12}) == int(2 * (1.1 * 1.2) ** 3 * 3000)
+    assert bounds.of({"n": 151, "m": 1}) is bounds.of({"n": 130, "m": 12}) is None
+    assert seen(({"n": 0}, 10)).of({"n": 1}) is None
+
+
+def test_the_more_steps_were_seen_the_less_the_next_one_may_be_above_them() -> None:
+    """But always somewhat."""
+    bounds, before = Bounds(), 10_000
+    for count in range(1, 200):
+        bounds.add({"n": 10}, 1000)
+        bound = bounds.of({"n": 10})
+        if count >= PATIENCE_STEPS:
+            assert bound is not None
+            assert int(LEAST_SAFETY * 1000) <= bound <= before
+            before = bound
+    assert before == int(LEAST_SAFETY * 1000)
 
 
 def test_what_was_refuted_is_believed_no_more() -> None:
