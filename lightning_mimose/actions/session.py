@@ -40,6 +40,8 @@ class Session:
         recorder: Records the units' calls, in the steps that learn.
         next_call: Waits for the next call of a unit.
         passed_by: Whether units were called without gradients.
+        wants_gradient: Whether the first unit of this step was given an input that a gradient is to be taken by; None
+            where nobody has looked.
         watch: Follows what they are given in the forward of some planned steps.
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
@@ -84,6 +86,7 @@ class Session:
     recorder: StepRecorder | None = None
     next_call: NextCall | None = None
     passed_by: bool = False
+    wants_gradient: bool | None = None
     watch: InputWatch | None = None
     inside: int = 0
     strangers: frozenset[str] = frozenset()
@@ -153,7 +156,7 @@ class Session:
             ran: Whether the step ran, and did not only ask whether it may.
         """
         self.armed, self.recorder, self.inside, self.trial, self.stops = False, None, 0, None, None
-        self.watch = self.next_call = None
+        self.watch = self.next_call = self.wants_gradient = None
         if ran and self.learning_steps:
             self.learning_steps -= 1
         self.given.clear()

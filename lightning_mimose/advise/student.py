@@ -204,6 +204,7 @@ class Student(Forecast):
             "tracker": self.tracker.state_dict(),
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self.misses.surplus_bytes,
+            "penalties": self.penalties.state_dict(),
             "refused": dict(self.refused),
         }
 
@@ -214,5 +215,6 @@ class Student(Forecast):
         self.tracker.load_state_dict(state["tracker"])
         self.estimator.load_state_dict(state["estimator"])
         self.misses.surplus_bytes = int(state["surplus_bytes"])
+        self.penalties.load_state_dict(state.get("penalties", {}))
         self.refused = dict(state.get("refused", {}))
         return True

@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mimose.dims import Leaf, leaves_of
 from lightning_mimose.errors import SizeError
+
+MOST_NODES = 64
+"""Operations that are looked at for what has made a tensor."""
 
 
 def positional_names(forward: Callable[..., Any]) -> Sequence[str]:
@@ -70,6 +73,30 @@ def has_lists(given: Mapping[str, Any]) -> bool:
         (True, False)
     """
     return any(isinstance(value, (list, tuple)) and has_tensors(value) for value in given.values())
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is, or was made from, one that a gradient is to be taken by and that is no parameter.
+
+    Example:
+        >>> import torch
+        >>> image = torch.zeros(2, 3)
+        >>> stem = torch.nn.Linear(3, 3)
+        >>> wants_gradient(stem(image)), wants_gradient(stem(image.clone().requires_grad_()))
+        (False, True)
+    """
+    if tensor.grad_fn is None:
+        return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    waiting, known = [tensor.grad_fn], {tensor.grad_fn}
+    while waiting and len(known) < MOST_NODES:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in known:
+                known.add(node)
+                leaf = getattr(node, "variable", None)
+                if leaf is not None and not isinstance(leaf, nn.Parameter):
+                    return True
+                waiting.append(node)
+    return False
 
 
 def first_tensor(values: Iterable[Any]) -> Tensor | None:

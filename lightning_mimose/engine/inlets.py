@@ -34,7 +34,15 @@ from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
-from lightning_mimose.engine.arguments import has_lists, has_tensors, leaves_in, named, positional_names
+from lightning_mimose.engine.arguments import (
+    first_tensor,
+    has_lists,
+    has_tensors,
+    leaves_in,
+    named,
+    positional_names,
+    wants_gradient,
+)
 from lightning_mimose.engine.entries import Entries
 from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
@@ -55,8 +63,11 @@ class Sized(Protocol):
     def shelter(self) -> None:
         """Its size has told something else than the model is given; no unit has run yet."""
 
+    def distrust(self) -> None:
+        """It may run backward in its midst, which its plan knows nothing of; no unit has run yet."""
+
     def shelter_rest(self) -> None:
-        """The same, of the units that are still to run."""
+        """As `shelter`, of the units that are still to run."""
 
     def resize(self, size: BatchSize) -> None:
         """Its forward is over, and this was its size."""
@@ -242,7 +253,10 @@ class Inlets:
         leaves = leaves_in(given)
         if leaves and not (has_lists(given) and next(module.parameters(), None) is None):
             self._at_unit, self.outside = True, False
+            step = self._step
             self._settle(leaves)
+            if step is not None:
+                self._look_for_penalty(step, args, kwargs)
         else:
             self._session.await_call(self._unit_is_called)
 
@@ -274,6 +288,8 @@ class Inlets:
 
     def _compare(self, step: Sized, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = self._inputs
+        if not inputs.started:
+            self._look_for_penalty(step, args, kwargs)
         if not inputs.differ(size, unit, args, kwargs):
             if inputs.awaits_more:
                 self._session.await_call(partial(self._compare, step, size))
@@ -287,6 +303,14 @@ class Inlets:
         else:
             inputs.take(unit)
             self._session.await_call(partial(self._compare, step, size))
+
+    def _look_for_penalty(self, step: Sized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first unit of a step is called."""
+        tensor = first_tensor([*args, *kwargs.values()])
+        if tensor is not None and self._session.wants_gradient is None:
+            self._session.wants_gradient = wants_gradient(tensor)
+            if self._advisor.penalties.may_come(self._session.wants_gradient):
+                step.distrust()
 
     def _is_cured_of(self, unit: str, told: str) -> bool:
         """A unit that is not the first is given other shapes than before; whether sizes will be read elsewhere for it.

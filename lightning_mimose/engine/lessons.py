@@ -245,22 +245,27 @@ class Lessons:
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
+        if self._session.wants_gradient is not None:
+            self._advisor.penalties.saw(self._session.wants_gradient, came=trace.passes_apart)
+        if trace.passes_apart and not self._told_apart:
+            self._told_apart = True
+            warnings.warn(
+                "A step ran backward twice over one graph (retain_graph or create_graph), or in the midst of its "
+                "forward (torch.autograd.grad, or a backward of its own in the loss): what is kept lives to "
+                "another end than predictions describe, so such steps recompute as much as they can, but "
+                "where the budget has ample room for all of it.",
+                stacklevel=5,
+            )
+        if step.begun_late:
+            return  # some of it had been there before the meter ran
         made_state = self._made_state(step)
         if not (step.undecided or step.retried or made_state):
             self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
-            if not self._told_apart:
-                self._told_apart = True
-                warnings.warn(
-                    "A step ran backward twice over one graph (retain_graph or create_graph), or in the midst of its "
-                    "forward (torch.autograd.grad, or a backward of its own in the loss): what is kept lives to "
-                    "another end than predictions describe, so such steps recompute as much as they can, but "
-                    "where the budget has ample room for all of it.",
-                    stacklevel=5,
-                )
-        elif step.retried or made_state:
-            pass  # recorded for its peak, not to learn from
-        elif any("backward" in call.marks for call in trace.calls):
+            return
+        if step.retried or made_state:
+            return  # recorded for its peak, not to learn from
+        if any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation)

@@ -73,7 +73,17 @@ class Metering:
         step.learns = False
         self._follow_inputs(step)
 
-    def _give_recorder(self, step: Step) -> None:
+    def begin_late(self, step: Step) -> None:
+        """Start the meter of a step that turns out to be of a kind that is hardly known, as its first unit is called.
+
+        By a mode of our own, for a profiler may run by now; not where another mode does, which would end before it.
+        """
+        if not (step.measuring or step.updating or torch._C._len_torch_dispatch_stack()):
+            step.is_measured = step.learns = step.begun_late = True
+            self._give_recorder(step, profile=False)
+            self._start(step)
+
+    def _give_recorder(self, step: Step, *, profile: bool) -> None:
         if self._is_free and not step.learns:
             began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0)
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
@@ -86,7 +96,7 @@ class Metering:
         known = step.known() if step.learns else ()
         # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
         stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
-        step.recorder = StepRecorder(self._device, known, step.gradients, profile=self._profile, gradients_stay=stay)
+        step.recorder = StepRecorder(self._device, known, step.gradients, profile=profile, gradients_stay=stay)
 
     def _measures_planned(self, step: Step) -> bool:
         if not step.resident.zeroes_gradients and not step.accumulates:
@@ -115,18 +125,21 @@ class Metering:
         outside it and stopped inside leaves it with a pointer to memory that is gone.
         """
         if step.is_measured and not step.measuring:
-            self._give_recorder(step)
-            assert step.recorder is not None
-            step.measuring = True
-            step.recorder.start()
-            if isinstance(step.recorder, PeakRecorder):
-                step.began_bytes = step.recorder.lasting_bytes
-            elif self._is_free:
-                step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)
-            if step.learns and isinstance(step.recorder, StepRecorder):
-                self._session.record(step.recorder)
+            self._give_recorder(step, profile=self._profile)
+            self._start(step)
         if not step.sheltered:
             self._follow_inputs(step)
+
+    def _start(self, step: Step) -> None:
+        assert step.recorder is not None
+        step.measuring = True
+        step.recorder.start()
+        if isinstance(step.recorder, PeakRecorder):
+            step.began_bytes = step.recorder.lasting_bytes
+        elif self._is_free:
+            step.began_bytes = self._without_gradients(step, counters.read(self._device).requested_bytes)
+        if step.learns and isinstance(step.recorder, StepRecorder):
+            self._session.record(step.recorder)
 
     def _follow_inputs(self, step: Step) -> None:
         if self.planned < WATCHED_STEPS or self._watches(step):

@@ -150,8 +150,19 @@ class Running:
         session.unproven.clear()
         session.tries, session.split_tries = set(), set()  # what has room beside the step is not known
 
+    def distrust(self) -> None:
+        """The step that is running may run backward in its midst, as no plan expects; no unit has run yet."""
+        step, wants = self.step, self._session.wants_gradient
+        if step is None or wants is None:
+            return
+        # What bounds tell was learnt from such steps, too, if any was measured.
+        if not (step.advice.bounded and self._advisor.penalties.knows(wants)):
+            self.shelter()
+            self._session.wants_gradient = wants
+            self._metering.begin_late(step)
+
     def shelter_rest(self) -> None:
-        """The same, of the units that are still to run."""
+        """As `shelter`, of the units that are still to run."""
         step = self.step
         if step is not None and not step.sheltered:
             step.advice, step.mixed = Advice(None, None, False), True

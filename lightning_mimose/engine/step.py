@@ -48,6 +48,7 @@ class Step:
         undecided: Whether its size shows only when the model is called: nothing is planned before.
         learns: Whether what its units do is recorded, to learn from.
         by_the_way: Whether it is planned, and measured only because it might have been sheltered.
+        begun_late: Whether its meter began to run when its first unit was called.
         mixed: Whether its size turned out to be larger when some units had run: only the others were sheltered.
         spare_bytes: Part of what counts as resident for as long as it is planned: others on the device may take it.
     """
@@ -79,6 +80,7 @@ class Step:
     undecided: bool = False
     learns: bool = False
     by_the_way: bool = False
+    begun_late: bool = False
     mixed: bool = False
     spare_bytes: int = 0
 
