@@ -158,7 +158,6 @@ class Running:
         # What bounds tell was learnt from such steps, too, if any was measured.
         if not (step.advice.bounded and self._advisor.penalties.knows(wants)):
             self.shelter()
-            self._session.wants_gradient = wants
             self._metering.begin_late(step)
 
     def shelter_rest(self) -> None:

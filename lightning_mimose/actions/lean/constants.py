@@ -149,12 +149,21 @@ class Constants(TorchFunctionMode):
 
 
 def _has_written(args: Any, kwargs: Any) -> bool:
-    """Whether any argument with gradients was ever written, as its views count it, too, or is about to be."""
+    """Whether any argument with gradients was ever written, as its views count it, too, or is about to be.
+
+    Every update writes parameters; nothing has made them, so nothing of them is changed.
+    """
     if kwargs:
         if "out" in kwargs:
             return True
         args = (*args, *kwargs.values())
-    return any(isinstance(value, torch.Tensor) and value.requires_grad and value._version for value in args)
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and value._version
+        and type(value) is not torch.nn.Parameter
+        for value in args
+    )
 
 
 _ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}

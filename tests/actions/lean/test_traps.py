@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
-from lightning_mimose.actions.lean.sites import Sites
+from lightning_mimose.actions.lean.sites import SURE, Sites
 from lightning_mimose.menu import ELEMENTWISE, MASKS
 from tests.helpers.lean import EVERYTHING, Function, Pass, assert_lean, same_bits
 
@@ -39,13 +39,13 @@ def quietly(change: Change) -> Change:
 
 
 def assert_same(function: Function, *inputs: Tensor) -> list[Pass]:
-    """Whatever is kept, no bit differs: the first time, and when all places are known."""
+    """Whatever is kept, no bit differs: the first time, when all places are known, and when idle ones are passed over."""
     plain = Pass(function, inputs, None)
     first = Pass(function, inputs, EVERYTHING)
-    again = Pass(function, inputs, EVERYTHING, sites=first.sites)
-    assert same_bits(first.bits, plain.bits)
-    assert same_bits(again.bits, plain.bits)
-    return [first, again]
+    passes = [first, *(Pass(function, inputs, EVERYTHING, sites=first.sites) for _ in range(SURE + 1))]
+    for each in passes:
+        assert same_bits(each.bits, plain.bits)
+    return passes
 
 
 CHANGES: list[Change] = [
