@@ -32,6 +32,8 @@ and the one that made it. It takes less to tell than a `Place`, for nothing has 
 SURE = 2
 """Calls in which nothing came of a spot before it is passed over."""
 BUSY = -1
+MOST_SPOTS = 4096
+"""That are remembered: a block whose operations go by what a batch holds has new ones in every call."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Sites:
             made: What came of the call that is rebuilt.
         """
         unknown = [(spot, handles) for spot, handles in kept if self.idle.get(spot) != BUSY]
+        if len(self.idle) > MOST_SPOTS:
+            self.idle.clear()
         if unknown:
             used = set(map(id, _sources(made)))
             for spot, handles in unknown:

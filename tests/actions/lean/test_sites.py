@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Kept, Recipe
 from lightning_mimose.actions.lean.saves import SMALL_BYTES
-from lightning_mimose.actions.lean.sites import BUSY, SURE, Sites
+from lightning_mimose.actions.lean.sites import BUSY, MOST_SPOTS, SURE, Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 
 CALLS = SURE + 2
@@ -88,3 +88,10 @@ def test_settling() -> None:
     assert sites.idle[used] == BUSY, "it may be needed again"
     sites.settle([(idle, (source,))], made)
     assert sites.idle[idle] == BUSY
+
+
+def test_spots_that_never_come_again_are_not_remembered_for_ever() -> None:
+    sites = Sites()
+    for number in range(2 * MOST_SPOTS):
+        sites.settle([((1, number, number, "SinBackward0"), ())], [])
+        assert len(sites.idle) <= MOST_SPOTS + 1

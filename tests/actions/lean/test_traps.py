@@ -39,7 +39,7 @@ def quietly(change: Change) -> Change:
 
 
 def assert_same(function: Function, *inputs: Tensor) -> list[Pass]:
-    """Whatever is kept, no bit differs: the first time, when all places are known, and when idle ones are passed over."""
+    """Whatever is kept, no bit differs: at first, when all places are known, and when idle ones are passed over."""
     plain = Pass(function, inputs, None)
     first = Pass(function, inputs, EVERYTHING)
     passes = [first, *(Pass(function, inputs, EVERYTHING, sites=first.sites) for _ in range(SURE + 1))]
