@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,17 +64,22 @@ def leaves_in(tree: Any) -> list[Any]:
         if isinstance(leaf, _CLOSED):
             found.append(leaf)
         else:
-            found += tree_leaves([*_inside(leaf)]) or [leaf]
+            found += _inside(leaf) or [leaf]
     return found
 
 
-def _inside(leaf: Any) -> Iterator[Any]:
-    if isinstance(leaf, Mapping):
-        yield from leaf.values()
-    elif is_dataclass(leaf):  # which may have slots
-        yield from (getattr(leaf, name, None) for name in leaf.__dataclass_fields__)
-    else:
-        yield from getattr(leaf, "__dict__", {}).values()
+def _inside(leaf: Any) -> list[Any]:
+    """The leaves of what an object holds; none where it does not say so plainly (it may be anybody's)."""
+    try:
+        if isinstance(leaf, (dict, UserDict)):
+            return tree_leaves([*leaf.values()])
+        own = getattr(leaf, "__dict__", None)
+        values = [*own.values()] if isinstance(own, dict) else []
+        slots = getattr(type(leaf), "__dataclass_fields__", {})
+        values += [getattr(leaf, name, None) for name in slots if name not in (own or {})]
+        return tree_leaves(values)
+    except Exception:
+        return []
 
 
 def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:

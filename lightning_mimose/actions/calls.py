@@ -194,7 +194,6 @@ class _Calls:
 
     def _lean(self, grade: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
-        session.inside += 1
         saves = LeanSaves(
             self._sites,
             grade,
@@ -203,6 +202,7 @@ class _Calls:
             given=leaves_in((args, kwargs)),
             returned=session.returned,
         )
+        session.inside += 1
         try:
             with saves.watching():
                 out = self._original(*args, **kwargs)
@@ -248,7 +248,8 @@ class _Calls:
             survey: LeanSurvey | None = None
             if self._may_be_lean():
                 survey = LeanSurvey(self._sites, state.buffers(), leaves, state.parameters())
-            observer = region = recorder.region(name, args, kwargs, survey)
+            lent = [] if setting is None else setting.lent()
+            observer = region = recorder.region(name, args, kwargs, survey, lent)
         elif lean and name not in session.untried and self._may_be_lean():
             held = state.buffers()
             observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._findings.learn_from)

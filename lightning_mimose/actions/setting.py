@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,11 @@ class Setting(NamedTuple):
     watched: Sequence[_Watched]
     held: list[torch.Tensor]
     versions: list[int]
+
+    def lent(self) -> list[torch.Tensor]:
+        """Weights that were made for this step, and lent to the modules for its forward."""
+        values = [] if self.members is None else self.members.values
+        return [each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None]
 
 
 class _Latest(NamedTuple):
@@ -317,8 +322,10 @@ def _noted(value: Any) -> Any:
 
 def _is_fixed(value: Any, noted: Any) -> bool:
     """Whether the same stands for an object as long as it is this one, and it may be kept: it keeps nothing alive."""
-    if noted is _GONE:
-        return not isinstance(value, (list, set))
+    if noted is _GONE:  # its address may be another's by then
+        return not isinstance(value, (list, set, tuple, frozenset))
     if isinstance(noted, FunctionType):
-        return noted.__closure__ is None
-    return isinstance(noted, (*PLAIN, tuple, frozenset, type, BuiltinFunctionType))
+        return not (noted.__closure__ or noted.__defaults__ or noted.__kwdefaults__)
+    if isinstance(noted, BuiltinFunctionType):
+        return isinstance(noted.__self__, (ModuleType, type(None)))
+    return isinstance(noted, (*PLAIN, tuple, frozenset, type))

@@ -78,7 +78,13 @@ class Metering:
 
         By a mode of our own, for a profiler may run by now; not where another mode does, which would end before it.
         """
-        if not (step.measuring or step.updating or torch._C._len_torch_dispatch_stack()):
+        if step.updating or step.learns:
+            return
+        if step.measuring and isinstance(step.recorder, StepRecorder):
+            step.learns = step.begun_late = True
+            self._session.record(step.recorder)
+        elif not torch._C._len_torch_dispatch_stack():
+            self.stop(step)
             step.is_measured = step.learns = step.begun_late = True
             self._give_recorder(step, profile=False)
             self._start(step)

@@ -153,7 +153,7 @@ class Running:
     def distrust(self) -> None:
         """The step that is running may run backward in its midst, as no plan expects; no unit has run yet."""
         step, wants = self.step, self._session.wants_gradient
-        if step is None or wants is None:
+        if step is None or wants is None or self._decisions.agreement is not None:  # a rank recomputes nothing alone
             return
         # What bounds tell was learnt from such steps, too, if any was measured.
         if not (step.advice.bounded and self._advisor.penalties.knows(wants)):

@@ -145,6 +145,11 @@ class StepRecorder:
         for call in self._calls:
             if call.is_unseen:
                 call.saved = dict(call.packed)
+        for call in self._calls:  # what was lent to a region was lent to what is inside
+            outer = call.parent
+            while outer is not None:
+                call.inputs.update((number, size) for number, size in outer.lent.items() if number in call.saved)
+                outer = outer.parent
         measured = self._curve.stop()
         # What a call was given and that is older than the step (a memory that the loop carries on) is in no curve: that
         # it is held, or let go of, changes nothing.
@@ -250,9 +255,26 @@ class StepRecorder:
 
     # --- a region ---------------------------------------------------------------------------------------------
 
-    def region(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], survey: Survey | None = None) -> Region:
-        """Begin a recomputed call in forward; the region observes its runs."""
+    def region(
+        self,
+        unit: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        survey: Survey | None = None,
+        lent: Sequence[torch.Tensor] = (),
+    ) -> Region:
+        """Begin a recomputed call in forward; the region observes its runs.
+
+        Args:
+            unit: Name of the unit.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            survey: Looks at what it saves.
+            lent: What its graph holds besides them.
+        """
         call = self.enter(unit, RECOMPUTE, args, kwargs)
+        call.lent = self._storages.bytes_in(lent)
+        call.inputs.update(call.lent)
         region = Region(self, call, survey)
         recorder = weakref.ref(self)
 

@@ -36,6 +36,7 @@ class Call:
         parent: The enclosing call.
         action: What the unit did.
         inputs: Storage id -> bytes of the tensors it was given.
+        lent: Those of them that were not among its arguments: weights that were made in the step.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         packed: Storage id -> bytes of what the forward of a region would have saved.
         lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when that
@@ -67,6 +68,7 @@ class Call:
     parent: Call | None
     action: str
     inputs: dict[int, int] = field(default_factory=dict)
+    lent: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
     lost: Mapping[int, int] = field(default_factory=dict)

@@ -12,6 +12,8 @@ from torch.utils.weak import TensorWeakRef
 from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, optimized, probe_optimizer, versions
 from lightning_mimose.predict.shapes import Resident
 
+ENOUGH_SIGHTS = 3
+"""Planned steps that show what an update holds, after which what sheltered ones have shown counts no more."""
 SHELTERED_SLACK = 1.25
 """By how much what such an update holds may be above what sheltered steps have shown of it."""
 
@@ -35,7 +37,7 @@ class UpdateReserve:
         self._trained: torch.Tensor | None = None
         self._gradient: TensorWeakRef | None = None
         self.cost = OptimizerCost(0, 0)
-        self._seen_bytes = self._guessed_bytes = 0
+        self._seen_bytes = self._guessed_bytes = self._sights = 0
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; each is probed."""
@@ -88,12 +90,15 @@ class UpdateReserve:
         more_bytes = peak_bytes - pass_bytes
         if planned and more_bytes > 0:
             self._seen_bytes = max(self._seen_bytes, more_bytes)
+            self._sights += 1
         self._guessed_bytes = max(self._guessed_bytes, int(SHELTERED_SLACK * more_bytes))
 
     @property
     def again_bytes(self) -> int:
         """What updates hold that evaluate the loss again, besides what the step's own pass does."""
-        return self._seen_bytes or self._guessed_bytes
+        if self._sights < ENOUGH_SIGHTS:
+            return max(self._seen_bytes, self._guessed_bytes)
+        return self._seen_bytes
 
     def _versions_now(self) -> list[int]:
         return [versions(optimized(optimizer)) for optimizer, _ in self._costs]

@@ -7,6 +7,7 @@ together is more than they would have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 
@@ -35,7 +36,7 @@ class Bounds:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps: Counter[frozenset[str]] = Counter()
         self._refuted = False
         self._most_bytes: dict[frozenset[str], int] = {}
         self._largest: dict[frozenset[str], dict[str, int]] = {}
@@ -47,8 +48,8 @@ class Bounds:
             dims: Named dimensions of its batch.
             kept_bytes: Its peak and all it saved, above what is resident.
         """
-        self._steps += 1
         names = frozenset(dims)
+        self._steps[names] += 1
         largest = self._largest.setdefault(names, dict(dims))
         for name, value in dims.items():
             largest[name] = max(value, largest[name])
@@ -57,13 +58,15 @@ class Bounds:
     def of(self, dims: Mapping[str, int]) -> int | None:
         """The bound for a size, in bytes above what is resident; None if there is none, or not yet."""
         names = frozenset(dims)
-        if self._refuted or self._steps < PATIENCE_STEPS or names not in self._largest:
+        if self._refuted or self._steps.total() < PATIENCE_STEPS or names not in self._largest:
             return None
         largest = self._largest[names]
-        larger = prod(max(1.0, value / largest[name]) if largest[name] else MUCH_LARGER for name, value in dims.items())
-        if larger >= MUCH_LARGER:
+        if any(value > MUCH_LARGER * largest[name] for name, value in dims.items()):
             return None
-        safety = max(LEAST_SAFETY, 1 + PATIENCE_STEPS / self._steps)
+        larger = prod(max(1.0, value / largest[name]) for name, value in dims.items() if largest[name])
+        if larger > MUCH_LARGER:
+            return None
+        safety = max(LEAST_SAFETY, min(2.0, 1 + PATIENCE_STEPS / self._steps[names]))
         return int(safety * larger**GROWTH * self._most_bytes[names])
 
     def refute(self) -> None:

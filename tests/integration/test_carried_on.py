@@ -1,4 +1,4 @@
-"""What a loop carries from step to step and gives to units, and what units return in objects of their users' own."""
+"""What a loop carries on or makes and gives to units, and what units return in objects of their users' own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
-from tests.helpers.inside import Case, trained
+from lightning_mimose import Mimose
+from tests.helpers.inside import Case, sgd, trained
+from tests.helpers.meter import PeakMeter
 
 WIDTH, MEMORY = 32, 24
 
@@ -108,6 +111,29 @@ class Objects(nn.Module):
         return x.square().mean() + 0.1 * torch.stack(sizes).sum()
 
 
+class Plain(nn.Module):
+    """Blocks that see nothing but what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square."""
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x, x[:, :1])
+        return x.square().mean()
+
+
+def noisy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The loss under weights that are made for this step."""
+    weights = {name: weight * 1.01 for name, weight in model.named_parameters()}
+    loss: torch.Tensor = functional_call(model, weights, (batch,))
+    return loss
+
+
 def batch(chance: random.Random, number: int) -> torch.Tensor:
     """Texts of one length."""
     return torch.randn(4, chance.randint(32, 96), 8, generator=torch.Generator().manual_seed(number))
@@ -131,6 +157,36 @@ def test_memories_that_a_loop_gives_back(share: float) -> None:
     held(lambda: Case(Remembering, batch, Loop().loss, 0), share, sheltered=8)
 
 
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_weights_that_are_made_in_the_step(share: float) -> None:
+    held(lambda: Case(Plain, batch, noisy, 0), share, sheltered=5)
+
+
+PLANS: list[dict[str, str]] = [
+    {},
+    {"blocks.0": "recompute"},
+    {"blocks.1": "lean", "blocks.2": "lean+masks"},
+    {"blocks.0": "lean+masks", "blocks.1.mlp": "recompute", "blocks.3": "lean"},
+]
+
+
 @pytest.mark.parametrize("kind", [Output, Slotted, SimpleNamespace])
 def test_results_in_objects(kind: Any) -> None:
-    held(lambda: Case(lambda: Objects(kind), batch, lambda model, batch: model(batch), 0), 0.5, sheltered=5)
+    torch.manual_seed(0)
+    model, chance, plan = Objects(kind), random.Random(0), PLANS[0]
+    optimizer = sgd(model)
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch)
+        return loss
+
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=loss_of, planner=lambda *_: plan) as mimose:
+        for number in range(8):
+            mimose.step(batch(chance, number))
+        for number, plan in enumerate(PLANS, 8):
+            x = batch(chance, number)
+            with PeakMeter(model, optimizer, x) as meter:
+                mimose.step(x)
+            record = mimose.records[-1]
+            assert dict(record.actions) == plan
+            assert record.predicted_peak_bytes == pytest.approx(meter.peak_bytes, rel=0.005)

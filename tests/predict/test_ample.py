@@ -41,6 +41,16 @@ def test_beyond_the_largest_a_step_may_grow_with_the_cube_of_its_size() -> None:
     assert seen(({"n": 0}, 10)).of({"n": 1}) is None
 
 
+def test_batches_of_another_kind_say_nothing_of_how_far_one_may_be_above_the_others() -> None:
+    """Sixty of one kind, and one of another."""
+    bounds = Bounds()
+    for _ in range(60):
+        bounds.add({"a": 4}, 1000)
+    bounds.add({"b": 4}, 1000)
+    assert bounds.of({"a": 4}) == int(LEAST_SAFETY * 1000)
+    assert bounds.of({"b": 4}) == 2 * 1000
+
+
 def test_the_more_steps_were_seen_the_less_the_next_one_may_be_above_them() -> None:
     """But always somewhat."""
     bounds, before = Bounds(), 10_000

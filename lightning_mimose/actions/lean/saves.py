@@ -32,7 +32,7 @@ from lightning_mimose.actions.lean.handles import (
 )
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
-from lightning_mimose.actions.lean.sites import SURE, Place, Sites, Spot
+from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.values import Values
 from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.menu import MASKS
@@ -107,8 +107,8 @@ class LeanSaves:
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
         self._settles = applies and told is None and small_bytes == SMALL_BYTES
-        self._kept: list[tuple[Spot, tuple[Handle | None, ...]]] = []
-        self._made: list[Handle] = []
+        self._kept_in_vain: list[tuple[Spot, tuple[Handle | None, ...]]] = []
+        self._rebuilt_here: list[Handle] = []
         self._in_vain = False
         """Whether there was no recipe for the latest tensor, whatever its size."""
         self.compared = self.differed = self.took = False
@@ -150,7 +150,7 @@ class LeanSaves:
     def settle(self) -> None:
         """Learn where it was in vain to look for recipes; to be called before `close`, when the forward has run."""
         if self._settles:
-            self._sites.settle(self._kept, self._made)
+            self._sites.settle(self._kept_in_vain, self._rebuilt_here)
 
     def constants(self) -> TorchFunctionMode:
         """Has to be entered around the forward: sees numbers that operations are called with."""
@@ -162,8 +162,8 @@ class LeanSaves:
         self._values.forget()
         self._storages.clear()
         self._held.clear()
-        self._kept.clear()
-        self._made.clear()
+        self._kept_in_vain.clear()
+        self._rebuilt_here.clear()
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
@@ -181,7 +181,7 @@ class LeanSaves:
             self._in_vain = False
             handle = self._handle(tensor, base, node, output)
             if spot is not None and self._in_vain:
-                self._kept.append((spot, (handle, values.found[node, output])))
+                self._kept_in_vain.append((spot, (handle, values.found[node, output])))
         handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
@@ -193,8 +193,9 @@ class LeanSaves:
         if rebuilt is None:
             return handle
         rebuilt.is_saved = True
-        if self._settles:
-            self._made.append(handle)
+        if spot is not None:
+            self._sites.idle[spot] = BUSY
+            self._rebuilt_here.append(handle)
         return Use(handle, rebuilt)
 
     def _is_own(self, base: torch.Tensor) -> bool:

@@ -29,8 +29,8 @@ class Place(NamedTuple):
 Spot = tuple[int, int, int, str]
 """Where a tensor is saved and by which grade: the grade, how many were saved before it, how many operations had run,
 and the one that made it. It takes less to tell than a `Place`, for nothing has to be looked for."""
-SURE = 2
-"""Calls in which nothing came of a spot before it is passed over."""
+SURE, AGAIN = 2, 16
+"""Calls in which nothing came of a spot before it is passed over, and after how many calls it is looked at again."""
 BUSY = -1
 MOST_SPOTS = 4096
 """That are remembered: a block whose operations go by what a batch holds has new ones in every call."""
@@ -43,12 +43,14 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        idle: In how many calls a spot's tensor was kept and nothing was rebuilt from it; `BUSY` if something once was.
+        idle: In how many calls of late a spot's tensor was kept and nothing was rebuilt from it; `BUSY` where it was
+            rebuilt once, or something from it.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
     idle: dict[Spot, int] = field(default_factory=dict)
+    _calls: int = 0
 
     def settle(self, kept: Iterable[tuple[Spot, Iterable[Handle | None]]], made: Iterable[Handle]) -> None:
         """Learn from a call where looking for recipes is in vain.
@@ -58,8 +60,10 @@ class Sites:
             made: What came of the call that is rebuilt.
         """
         unknown = [(spot, handles) for spot, handles in kept if self.idle.get(spot) != BUSY]
-        if len(self.idle) > MOST_SPOTS:
-            self.idle.clear()
+        self._calls += 1
+        if self._calls % AGAIN == 0 or len(self.idle) > MOST_SPOTS:
+            busy = (spot for spot, count in self.idle.items() if count == BUSY)
+            self.idle = dict.fromkeys(busy if len(self.idle) <= MOST_SPOTS else (), BUSY)
         if unknown:
             used = set(map(id, _sources(made)))
             for spot, handles in unknown:

@@ -128,6 +128,8 @@ class ProfilerMeter:
                 level -= alive.pop(fields.ptr)
                 rest = level if rest is None else rest
         intervals.append(Interval(opened, peak, rest))
+        if len(self.older) < len(self._asked):  # asked in a thread that the profiler does not see
+            self.older = [False] * len(self._asked)
         return intervals[1:]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Kept, Recipe
 from lightning_mimose.actions.lean.saves import SMALL_BYTES
-from lightning_mimose.actions.lean.sites import BUSY, MOST_SPOTS, SURE, Sites
+from lightning_mimose.actions.lean.sites import AGAIN, BUSY, MOST_SPOTS, SURE, Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 
 CALLS = SURE + 2
@@ -64,6 +64,28 @@ def test_another_branch_is_looked_at_anew() -> None:
     assert kept.alive == [True]
     rebuilt = Pass(lambda *given: branching(*given, other=True), inputs(), EVERYTHING, sites=sites)
     assert rebuilt.alive == [False]
+
+
+def noisy(watch: Watch, x: Tensor, weight: Tensor, noise: Tensor | None) -> Tensor:
+    """What is added is a tensor without gradients, of which no recipe is made, or a number."""
+    return torch.cumsum(watch((x @ weight).sin() + (0.5 if noise is None else noise)) @ weight, 0).pow(3)
+
+
+def test_what_was_in_vain_for_a_while_is_looked_at_again() -> None:
+    """Operands without gradients make no other operation of it."""
+    sites = Sites()
+
+    def kept(noise: Tensor | None) -> list[bool]:
+        return Pass(lambda *given: noisy(*given, noise), inputs(), EVERYTHING, sites=sites).alive
+
+    assert kept(None) == [False]
+    for _ in range(CALLS):
+        assert kept(torch.randn(40, 32)) == [True]
+    assert kept(None) == [False], "it was rebuilt once"
+    sites = Sites()
+    for _ in range(CALLS):
+        assert kept(torch.randn(40, 32)) == [True]
+    assert [False] in [kept(None) for _ in range(AGAIN + 1)]
 
 
 def test_what_is_kept_for_its_size_is_looked_at_in_every_call() -> None:
