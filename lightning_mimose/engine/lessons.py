@@ -139,10 +139,14 @@ class Lessons:
         if step.recorder is None or not step.measuring:
             return
         step.evaluated_again |= self._update.evaluates
+        again, on_cpu = step.evaluated_again or self._evaluates, isinstance(step.recorder, StepRecorder)
         trace, step.recorder = step.recorder.stop(), None
+        if again and on_cpu and self._update.grows:
+            step.measured_peak_bytes = None  # what it has made counts as resident already
+            return
         before_update = step.measured_peak_bytes or 0
         self._take_peak(step, trace)
-        if trace.marks and (step.evaluated_again or self._evaluates):
+        if again and trace.marks and not self._update.grows:
             self._evaluates = True
             peak, planned = step.measured_peak_bytes or 0, not step.sheltered or step.mixed
             self._update.evaluated(before_update, peak, planned=planned)

@@ -59,6 +59,11 @@ class UpdateReserve:
         self._versions = self._versions_now()
 
     @property
+    def grows(self) -> bool:
+        """Whether an optimizer's state grows from update to update: all that it will be is resident from the start."""
+        return any(cost.growing_bytes for _, cost in self._costs)
+
+    @property
     def evaluates(self) -> bool:
         """Whether there was another backward since it began (SAM's, a closure's): a graph, and another gradient."""
         if self._trained is None or self._gradient is None or torch._C._autograd._get_sequence_nr() <= self._nodes:
@@ -71,7 +76,7 @@ class UpdateReserve:
         One in which an optimizer wrote nothing (a scaler skipped it, it has its turn in another step) says only what is
         needed at least.
         """
-        if any(cost.growing_bytes for _, cost in self._costs):
+        if self.grows:
             return  # a part of it is state
         whole = all(map(ne, self._versions_now(), self._versions))
         least = 0 if whole else self.cost.transient_bytes
@@ -85,8 +90,6 @@ class UpdateReserve:
             peak_bytes: That of the update.
             planned: Whether that was a planned step. A sheltered one has its peak where less may be held.
         """
-        if any(cost.growing_bytes for _, cost in self._costs):
-            return  # of such it is reserved from the start
         more_bytes = peak_bytes - pass_bytes
         if planned and more_bytes > 0:
             self._seen_bytes = max(self._seen_bytes, more_bytes)
