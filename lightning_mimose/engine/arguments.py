@@ -92,8 +92,7 @@ def wants_gradient(tensor: Tensor) -> bool:
         for node, _ in waiting.pop().next_functions:
             if node is not None and node not in known:
                 known.add(node)
-                leaf = getattr(node, "variable", None)
-                if leaf is not None and not isinstance(leaf, nn.Parameter):
+                if node.name() == "torch::autograd::AccumulateGrad" and not isinstance(node.variable, nn.Parameter):
                     return True
                 waiting.append(node)
     return False
