@@ -92,7 +92,8 @@ def wants_gradient(tensor: Tensor) -> bool:
         for node, _ in waiting.pop().next_functions:
             if node is not None and node not in known:
                 known.add(node)
-                if node.name() == "torch::autograd::AccumulateGrad" and not isinstance(node.variable, nn.Parameter):
+                is_leaf = node.name() == "torch::autograd::AccumulateGrad"
+                if is_leaf and not isinstance(getattr(node, "variable", None), nn.Parameter):
                     return True
                 waiting.append(node)
     return False
