@@ -50,7 +50,7 @@ class Sites:
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
     idle: dict[Spot, int] = field(default_factory=dict)
-    _calls: int = 0
+    _calls: int = field(default=0, compare=False)
 
     def settle(self, kept: Iterable[tuple[Spot, Iterable[Handle | None]]], made: Iterable[Handle]) -> None:
         """Learn from a call where looking for recipes is in vain.
