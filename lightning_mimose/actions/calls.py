@@ -204,17 +204,16 @@ class _Calls:
         )
         session.inside += 1
         try:
-            with saves.watching():
-                out = self._original(*args, **kwargs)
-            if self._name in session.hands_on:
-                self._return(saves, out, session.hands_on[self._name] >= grade)
-            saves.settle()
+            with saves.closing():
+                with saves.watching():
+                    out = self._original(*args, **kwargs)
+                if self._name in session.hands_on:
+                    self._return(saves, out, session.hands_on[self._name] >= grade)
             make_in_backward(saves.taken, out)
             self._findings.learn_from(saves)
             self._note_given(saves.borrowed)
             return out
         finally:
-            saves.close()
             session.inside -= 1
 
     def _return(self, saves: LeanSaves, out: Any, hands_on: bool) -> None:

@@ -306,8 +306,10 @@ class Inlets:
 
     def _look_for_penalty(self, step: Sized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first unit of a step is called."""
+        if self._session.wants_gradient is not None:
+            return
         tensor = first_tensor([*args, *kwargs.values()])
-        if tensor is not None and self._session.wants_gradient is None:
+        if tensor is not None:
             self._session.wants_gradient = wants_gradient(tensor)
             if self._advisor.penalties.may_come(self._session.wants_gradient):
                 step.distrust()

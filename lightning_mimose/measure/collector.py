@@ -153,10 +153,11 @@ class StepRecorder:
         measured = self._curve.stop()
         # What a call was given and that is older than the step (a memory that the loop carries on) is in no curve: that
         # it is held, or let go of, changes nothing.
-        for number, is_older in zip(self._storages.asked, self._curve.older, strict=False):
-            for call in self._calls if is_older else ():
-                for held in (call.inputs, call.saved, call.packed):
-                    held.update({number: 0} if number in held else {})
+        asked = zip(self._storages.asked, self._curve.older, strict=False)
+        older = {number for number, is_older in asked if is_older}
+        for call in self._calls if older else ():
+            for held in (call.inputs, call.saved, call.packed):
+                held.update(dict.fromkeys(held.keys() & older, 0))
         self.replays.tell_times()
         self.inputs.close()
         self._storages.clear()

@@ -131,19 +131,21 @@ class LeanSaves:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around the unit's forward. Afterwards only what nodes hold is left."""
+        with self.closing(), self.watching():
+            yield
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Around `watching` and whoever looks at the result: learns at its end, and lets go of everything else."""
         try:
-            with self.watching():
-                yield
+            yield
             self.settle()
         finally:
             self.close()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """As `active`, for who looks at the result before everything else is let go of.
-
-        Inside, each look at a tensor is a call that is watched, which takes a hundred times as long.
-        """
+        """Around the forward alone: inside, each look at a tensor is a call that is watched, which takes far longer."""
         with self.constants(), saved_tensors_hooks(self.pack, unpack):
             yield
 
