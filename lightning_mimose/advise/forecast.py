@@ -149,7 +149,7 @@ class Forecast:
             prediction.structure,
             prediction.values,
             resident,
-            seconds_per_operation=self.estimator.seconds_per_operation(),
+            rates=self.estimator.rates(prediction.structure, prediction.values),
             minimum_share=MINIMUM_UNIT_SHARE,
             left_out=frozenset(left_out),
             extras=self._extras(prediction),

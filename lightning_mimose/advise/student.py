@@ -14,6 +14,7 @@ from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.pace import CHANGED, operations_of
+from lightning_mimose.predict.rates import host_work
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -137,22 +138,28 @@ class Student(Forecast):
         if self.owns_allocator and self.misses.held(measured_peak_bytes, held_bytes, self.budget_bytes):
             self._forget_plans()
 
-    def learn_pace(self, size: BatchSize, actions: Mapping[str, str], seconds: float) -> None:
+    def learn_pace(
+        self, size: BatchSize, actions: Mapping[str, str], seconds: float, host_seconds: float = 0.0
+    ) -> None:
         """Learn how long a planned step took; plans that weighed operations quite differently are made anew.
 
         Args:
             size: The batch's size.
             actions: Unit -> what it did.
             seconds: From the start of the forward to the end of backward, on the device.
+            host_seconds: The same on the host; 0 where nobody knows.
         """
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or prediction.others:  # it may have taken another path
             return
-        operations = operations_of(prediction.structure, prediction.values, actions)
-        before = self.estimator.seconds_per_operation()
-        if operations is not None:
-            self.estimator.pace.add(operations, seconds)
-        if not before / CHANGED <= self.estimator.seconds_per_operation() <= before * CHANGED:
+        structure, values, pace = prediction.structure, prediction.values, self.estimator.pace
+        operations = operations_of(structure, values, actions)
+        if operations is None:
+            return
+        before, host_before = self.estimator.seconds_per_operation(), pace.host_seconds
+        pace.add(operations, seconds, host_seconds, host_work(structure, values, actions))
+        same = before / CHANGED <= self.estimator.seconds_per_operation() <= before * CHANGED
+        if not same or pace.host_seconds != host_before:
             self._forget_plans()
 
     def forget(self, known: Estimator | None = None) -> None:

@@ -175,8 +175,8 @@ class Lessons:
         usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
         if usual and step.in_backward:
             self._laps.end(step.recorder.began, (step.size, dict(step.actions)))
-        for (size, actions), seconds in self._laps.over():
-            self._advisor.learn_pace(size, actions, seconds)
+        for (size, actions), seconds, host_seconds in self._laps.over():
+            self._advisor.learn_pace(size, actions, seconds, host_seconds)
 
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -25,33 +26,34 @@ class Laps(Generic[T]):
         >>> laps: Laps[str] = Laps(torch.device("cpu"))
         >>> began = laps.now()
         >>> laps.end(began, "a step")
-        >>> [(what, seconds >= 0) for what, seconds in laps.over()]
-        [('a step', True)]
+        >>> [(what, seconds >= 0, host_seconds >= 0) for what, seconds, host_seconds in laps.over()]
+        [('a step', True, True)]
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self._waiting: deque[tuple[Any, Any, T]] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[tuple[Any, Any, float, T]] = deque(maxlen=MOST_WAITING)
 
-    def now(self) -> Any:
-        """This point of the device's time, at which a step begins."""
-        return self._clock.now()
+    def now(self) -> tuple[Any, float]:
+        """This point of the device's time and of the host's, at which a step begins."""
+        return self._clock.now(), time.perf_counter()
 
-    def end(self, began: Any, what: T) -> None:
+    def end(self, began: tuple[Any, float], what: T) -> None:
         """A step is over.
 
         Args:
             began: What `now` was when it began.
             what: Given back with its time.
         """
-        self._waiting.append((began, self._clock.now(), what))
+        point, host = began
+        self._waiting.append((point, self._clock.now(), time.perf_counter() - host, what))
 
     def forget(self) -> None:
         """Of those that were timed nothing is to be told."""
         self._waiting.clear()
 
-    def over(self) -> Iterator[tuple[T, float]]:
-        """The steps that the device is done with, and their seconds, each once."""
+    def over(self) -> Iterator[tuple[T, float, float]]:
+        """The steps that the device is done with, their seconds there and those on the host, each once."""
         while self._waiting and self._clock.has_come(self._waiting[0][1]):
-            began, ended, what = self._waiting.popleft()
-            yield what, self._clock.seconds_between(began, ended)
+            began, ended, host_seconds, what = self._waiting.popleft()
+            yield what, self._clock.seconds_between(began, ended), host_seconds

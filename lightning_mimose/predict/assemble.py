@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.handing import HandingShape
+from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
 from lightning_mimose.predict.structure import Structure
@@ -21,11 +22,6 @@ from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do."""
-LOOK_SECONDS = 5e-5
-"""What it costs lean saves to look at one of the tensors that a call saves, and to hand out what was rebuilt. Measured
-where hardly anything else takes time, in layers of BERT, Llama and ViT on a slow host."""
-REGION_SECONDS = 1e-4
-"""What a recomputed region costs besides its operations: the checkpoint, and hooks on what it saves."""
 
 GRADE_INSIDE = GRADES[ATTENTION - 1]
 """Of lean saves in a unit that is recomputed leanly."""
@@ -64,7 +60,7 @@ def assemble(
     values: NDArray[np.float64],
     resident: Resident,
     *,
-    seconds_per_operation: float,
+    rates: Rates,
     minimum_share: float,
     left_out: frozenset[str] = frozenset(),
     extras: Extras | None = None,
@@ -76,7 +72,7 @@ def assemble(
         structure: Its shape.
         values: Shape (columns,); the fitted columns for this step's size.
         resident: What is alive besides activations.
-        seconds_per_operation: Rate at which this device recomputes.
+        rates: What the parts of actions cost.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
         extras: What else may be planned.
@@ -84,7 +80,7 @@ def assemble(
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
-    assembly = _Assembly(structure, values, resident, seconds_per_operation, minimum_share, left_out, kinds)
+    assembly = _Assembly(structure, values, resident, rates, minimum_share, left_out, kinds)
     assembly.add_recompute()
     assembly.add_lean(handed_on)
     assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN)
@@ -112,7 +108,7 @@ class _Assembly(Rows):
             for i in calls:
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
-            self._add(structure.layout.index[unit], RECOMPUTE, *self._recomputing(unit))
+            self._add(structure.layout.index[unit], RECOMPUTE, sum(self._recomputing(unit)))
         self._spare_in_forward(row_of, self.value[columns["lean"]])
 
     def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
@@ -132,12 +128,16 @@ class _Assembly(Rows):
         np.add.at(self.relief, (row_of[call], position), self.base[position] - limit[call])
 
     def _recomputing(self, unit: str) -> tuple[float, float]:
-        """What recomputing a unit costs: operations, and seconds besides.
+        """What recomputing a unit costs: seconds for its operations, and besides.
 
         Counted, at a rate that is measured over the whole model: measured times of single units would decide
         differently from run to run, for they vary by a tenth.
         """
-        return self.operations[self.structure.layout.index[unit]], REGION_SECONDS * len(self.calls_of[unit])
+        rates, calls = self.rates, self.calls_of[unit]
+        besides = rates.region_seconds * len(calls)
+        if rates.again_seconds:
+            besides += rates.again_seconds * float(self.items[calls].sum())
+        return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
 
     def add_lean(self, handed_on: Mapping[str, int]) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice.
@@ -164,12 +164,12 @@ class _Assembly(Rows):
             self.borrows += [(len(self.options), n, call_of[i]) for i in shapes for n in structure.lean[i].borrowed]
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
-            looking = LOOK_SECONDS * sum(structure.lean[i].items for i in shapes)
+            looking = self.rates.look_seconds * sum(structure.lean[i].items for i in shapes)
             handed = handing.get(unit)
             if handed is not None and handed.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
                 rebuilding += float(self.values[handed.work])
                 hands.append((len(self.options), handed))
-            self._add(index, action, rebuilding, looking)
+            self._add(index, action, rebuilding * self.rates.rebuilt_per_operation + looking)
             chosen.append(shapes)
         ones = [shapes[0] for shapes in chosen]
         self._spare(first, [call_of[i] for i in ones], [saved[i] for i in ones], [lent[i] for i in ones])
@@ -233,14 +233,14 @@ class _Assembly(Rows):
                 continue
             row = len(self.options)
             self.relief[row, :count] = self.relief[plain[index], :count]
-            operations, seconds = self._recomputing(unit)
+            seconds = sum(self._recomputing(unit))
             for i in members:
                 mine = of_call[i]
                 row_of[mine] = row
-                operations += work[mine]
-                seconds += LOOK_SECONDS * structure.lean[mine].items
+                seconds += work[mine] * self.rates.rebuilt_per_operation
+                seconds += self.rates.look_seconds * structure.lean[mine].items
                 self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
-            self._add(index, action, operations, seconds)
+            self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)
         spared = np.maximum(self.level[position[here]] - alive[here], 0)
         np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)
@@ -268,7 +268,7 @@ class _Assembly(Rows):
                 if following is not None and structure.spared[i] and link.frees:
                     away = (structure.times >= following.out_time) & (structure.times < following.backward_time)
                     row += away * self._spared(i, int(self.value[call.saved]), self.lent[i])
-            self._add(index, OFFLOAD, 0.0, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
+            self._add(index, OFFLOAD, waiting + HOOK_SECONDS * len(self.calls_of[unit]))
 
     def _following(self, call: CallShape) -> CallShape | None:
         """The call that returns next at the earliest, and so the one whose backward brings the copies back."""
@@ -279,7 +279,7 @@ class _Assembly(Rows):
         return min(after, key=lambda c: c.in_time, default=enclosing)
 
     def _seconds_of(self, call: CallShape) -> float:
-        return float(self.values[call.flops] + self.values[call.besides]) * self.seconds_per_operation
+        return float(self.values[call.flops] + self.values[call.besides]) * self.rates.seconds_per_operation
 
     def add_split(self, chunks: int, smaller: NDArray[np.float64]) -> None:
         """Splitting: recomputation, of a part of the batch at a time.
@@ -313,8 +313,8 @@ class _Assembly(Rows):
                 )
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
-            operations, seconds = self._recomputing(unit)
-            self._add(index, f"{SPLIT}{chunks}", operations, seconds + chunks * HOOK_SECONDS * len(members))
+            seconds = sum(self._recomputing(unit)) + chunks * HOOK_SECONDS * len(members)
+            self._add(index, f"{SPLIT}{chunks}", seconds)
         self._spare_in_forward(row_of, peak)
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:

@@ -21,6 +21,7 @@ from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
+from lightning_mimose.predict.rates import Rates, overlapped
 from lightning_mimose.predict.structure import Structure
 
 
@@ -256,6 +257,18 @@ class Estimator:
                 operations += float(largest[work].sum())
             self._rate = seconds / operations if operations and seconds else 1e-11
         return min(self._rate, self.pace.seconds_per_operation or self._rate)
+
+    def rates(self, structure: Structure, values: NDArray[np.float64]) -> Rates:
+        """What the parts of actions cost in a step.
+
+        Args:
+            structure: Its shape.
+            values: Shape (structure.columns,).
+        """
+        per_operation, host_seconds = self.seconds_per_operation(), self.pace.host_seconds
+        if host_seconds is None or self.pace.seconds_per_operation is None:
+            return Rates(per_operation)
+        return overlapped(structure, values, per_operation, host_seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

@@ -2,14 +2,14 @@
 
 Where a step is measured unit by unit, Python counts every operation beside it, and the accelerator waits for that: a
 layer of BERT takes a tenth of the time when nobody looks (NVIDIA H100). A step that only runs its plan has nobody
-beside it. Its time is also right where the host is what an accelerator waits for anyway: then that is what running a
-part of it again costs.
+beside it. Steps that waited for the host tell what that takes; what operations take, as long as there are no others.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -22,6 +22,8 @@ STEP = 3
 """Operations of forward and backward, in those of the forward."""
 FEWEST_LAPS, KNOWN_LAPS = 5, 32
 """Steps that are timed before they are believed, and how many are remembered."""
+WAITS = 1.2
+"""A step that takes no more than this times what the host took for it has waited for the host."""
 CHANGED = 1.3
 """By how much the pace has to differ from what plans were made with for them to be made anew."""
 
@@ -34,6 +36,8 @@ class Pace:
 
     Attributes:
         seconds_per_operation: What it is; None as long as nobody knows.
+        host_seconds: What the host takes for forward and backward of a step in which everything is kept: the least that
+            was seen, more or less, for a host that is far ahead has to wait; None as long as nobody knows.
 
     Example:
         >>> pace = Pace()
@@ -45,27 +49,38 @@ class Pace:
 
     def __init__(self, seconds_per_operation: float | None = None) -> None:
         self.seconds_per_operation = seconds_per_operation
-        self._laps: deque[tuple[float, float]] = deque(maxlen=KNOWN_LAPS)
+        self.host_seconds: float | None = None
+        self._least_host_seconds = inf
+        self._laps: deque[tuple[float, float, bool]] = deque(maxlen=KNOWN_LAPS)
 
     def anew(self) -> Pace:
         """One that knows no step yet, for another model, or other parts of it, on the same device."""
         return Pace(self.seconds_per_operation)
 
-    def add(self, operations: float, seconds: float) -> None:
+    def add(self, operations: float, seconds: float, host_seconds: float = 0.0, host_work: float = 0.0) -> None:
         """Take in the time of a step. The larger half of them decides: plans are made for those.
 
         Args:
             operations: What it did, see `operations_of`.
             seconds: What that took.
+            host_seconds: What the host took for it; 0 where nobody knows.
+            host_work: What its plan adds there, see `rates.host_work`.
         """
         if operations <= 0 or seconds <= 0:
             return
-        self._laps.append((operations, seconds))
+        if host_seconds > 0:
+            self._least_host_seconds = min(self._least_host_seconds, host_seconds / (1 + host_work))
+        self._laps.append((operations, seconds, seconds > WAITS * host_seconds))
         if len(self._laps) >= FEWEST_LAPS:
-            large = sorted(self._laps, reverse=True)[: max(FEWEST_LAPS, len(self._laps) // 2)]
-            now, known = median(seconds / operations for operations, seconds in large), self.seconds_per_operation
+            laps = [lap for lap in self._laps if lap[2]]
+            laps = sorted(laps if len(laps) >= FEWEST_LAPS else self._laps, reverse=True)
+            large = laps[: max(FEWEST_LAPS, len(laps) // 2)]
+            now, known = median(seconds / operations for operations, seconds, _ in large), self.seconds_per_operation
             if known is None or not known / CHANGED <= now <= known * CHANGED:
                 self.seconds_per_operation = now
+            least = self._least_host_seconds
+            if least < inf and (self.host_seconds is None or least * CHANGED < self.host_seconds):
+                self.host_seconds = least
 
 
 def operations_of(structure: Structure, values: NDArray[np.float64], actions: Mapping[str, str]) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
@@ -102,7 +103,7 @@ class Rows:
         structure: Its shape.
         values: Shape (columns,); the fitted columns for its size.
         resident: What is alive besides activations.
-        seconds_per_operation: Rate at which this device recomputes.
+        rates: What the parts of actions cost.
         minimum_share: Units that save less than this share of the activation peak are left alone.
         left_out: Units that must not be recomputed.
         kinds: Options that a unit may have at most.
@@ -113,13 +114,13 @@ class Rows:
         structure: Structure,
         values: NDArray[np.float64],
         resident: Resident,
-        seconds_per_operation: float,
+        rates: Rates,
         minimum_share: float,
         left_out: frozenset[str],
         kinds: int,
     ) -> None:
         self.structure, self.resident = structure, resident
-        self.seconds_per_operation, self.left_out = seconds_per_operation, left_out
+        self.rates, self.left_out = rates, left_out
         _, _, self.backward, self.made = structure.arrays
         self.values, self.value = values, whole_bytes(values)
         self.level, self.entry, self.base = levels(structure, self.value, resident)
@@ -128,6 +129,7 @@ class Rows:
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
         self.calls_of = structure.layout.calls_of
+        self.items = structure.items(values)
         self._look_at_calls(values)
         # Every recomputation has a position besides; there is one for the update.
         places = structure.layout.backward_at
@@ -147,8 +149,8 @@ class Rows:
         self.borrows: list[tuple[int, int, int]] = []
         """(option, loose storage, call) that keeps one of the call's arguments alive, besides those that run again."""
 
-    def _add(self, unit: int, action: str, operations: float, seconds: float = 0.0) -> None:
-        self.options.append(Option(unit, action, operations * self.seconds_per_operation + seconds))
+    def _add(self, unit: int, action: str, seconds: float) -> None:
+        self.options.append(Option(unit, action, seconds))
 
     def _row(self) -> NDArray[np.int64]:
         """The row of the option that is added next, without the positions of recomputations; zeros."""

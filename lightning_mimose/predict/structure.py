@@ -249,6 +249,37 @@ class Structure:
         return Layout(self)
 
     @cached_property
+    def surveyed(self) -> tuple[LeanShape, ...]:
+        """What the least grade of lean saves would change about every call that was looked into."""
+        first: dict[int, LeanShape] = {}
+        for shape in self.lean:
+            first.setdefault(shape.call, shape)
+        return tuple(first.values())
+
+    def items(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many tensors every call saves, shape (calls,); zeros if none was looked into.
+
+        Of calls inside those that were it goes by the bytes that they save.
+
+        Args:
+            values: Shape (columns,).
+        """
+        saved: NDArray[np.float64] = values[[call.saved for call in self.calls]]
+        calls, known = [shape.call for shape in self.surveyed], [shape.items for shape in self.surveyed]
+        found = saved * (sum(known) / max(1.0, float(saved[calls].sum())))
+        found[calls] = known
+        return found
+
+    def forward_operations(self, values: NDArray[np.float64]) -> float:
+        """Operations of what is trained, in forward; of what is outside units nothing is known.
+
+        Args:
+            values: Shape (columns,).
+        """
+        regions = [column for call in self.calls if call.region for column in (call.flops, call.besides)]
+        return float(values[regions].sum())
+
+    @cached_property
     def spared(self) -> NDArray[np.bool_]:
         """Shape (calls,): whether recomputing its unit is what frees what a call saves.
 

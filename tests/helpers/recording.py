@@ -29,9 +29,11 @@ def model_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 @contextmanager
-def patched(model: nn.Module, patterns: Sequence[str] | None = None) -> Iterator[tuple[tuple[Unit, ...], Session]]:
-    """The model's units, patched, and their session."""
-    units, session, caches = find_units(model, patterns), Session(proves=False), CacheSwitch()
+def patched(
+    model: nn.Module, patterns: Sequence[str] | None = None, *, lean: bool = False
+) -> Iterator[tuple[tuple[Unit, ...], Session]]:
+    """The model's units, patched, and their session; surveyed for lean saves or not."""
+    units, session, caches = find_units(model, patterns), Session(proves=False, lean=lean), CacheSwitch()
     caches.off(model)
     for unit in units:
         patch_unit(unit, session)
@@ -50,10 +52,15 @@ def shelter_of(units: Sequence[Unit]) -> dict[str, str]:
 
 
 def recorded(
-    model: nn.Module, batch: Any, patterns: Sequence[str] | None = None, loss_fn: Loss = model_loss
+    model: nn.Module,
+    batch: Any,
+    patterns: Sequence[str] | None = None,
+    loss_fn: Loss = model_loss,
+    *,
+    lean: bool = False,
 ) -> StepTrace:
     """The trace of one sheltered step (forward, zeroed gradients, backward)."""
-    with patched(model, patterns) as (units, session):
+    with patched(model, patterns, lean=lean) as (units, session):
         gradients = GradientLedger([(p, p.numel() * p.element_size()) for p in model.parameters()], follow=True)
         recorder = StepRecorder(torch.device("cpu"), resident_tensors(model, batch), gradients)
         session.arm(shelter_of(units), recorder)

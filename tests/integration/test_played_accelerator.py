@@ -193,9 +193,10 @@ def test_planned_steps_are_timed_and_planned_by(monkeypatch: pytest.MonkeyPatch)
         advisor, timed = mimose._advisor, list[dict[str, int]]()
         pace_of = advisor.learn_pace
 
-        def learn(size: BatchSize, actions: dict[str, str], seconds: float) -> None:
+        def learn(size: BatchSize, actions: dict[str, str], seconds: float, host_seconds: float) -> None:
             timed.append(dict(size.dims))
             assert seconds > 0
+            assert host_seconds > 0
             prediction = advisor.estimator.predict(dict(size.dims))
             assert prediction is not None
             counted = operations_of(prediction.structure, prediction.values, actions)

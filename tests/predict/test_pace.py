@@ -67,6 +67,38 @@ def test_another_model_on_the_device_begins_with_what_is_known() -> None:
     assert other.seconds_per_operation == pytest.approx(1e-11)
 
 
+def test_steps_that_waited_for_the_host_do_not_tell_what_operations_take() -> None:
+    """Once there are enough that did not: of batches that take the device longer."""
+    pace = Pace()
+    for number in range(4 * FEWEST_LAPS):
+        operations = 1e12 * (1 + number % 4)
+        pace.add(operations, max(0.3, 1e-13 * operations), 0.29)
+    assert pace.seconds_per_operation == pytest.approx(0.3 / 4e12)
+    for _ in range(FEWEST_LAPS):
+        pace.add(2e13, 1.0, 0.29)
+    assert pace.seconds_per_operation == pytest.approx(5e-14)
+
+
+def test_the_host_takes_the_least_that_was_seen_without_what_plans_add() -> None:
+    """It may have had to wait for the device, or have been disturbed."""
+    pace = Pace()
+    for host_seconds in (0.5, 0.2, 0.2, 0.3, 0.9):
+        pace.add(1e12, 1.0, host_seconds, 1.0)
+    assert pace.host_seconds == pytest.approx(0.1)
+    pace.add(1e12, 1.0, 0.1 * 0.9)
+    assert pace.host_seconds == pytest.approx(0.1), "hardly another one: plans are not made anew for that"
+    pace.add(1e12, 1.0, 0.05)
+    assert pace.host_seconds == pytest.approx(0.05)
+
+
+def test_who_knows_nothing_of_the_host_says_so() -> None:
+    """A lap without it."""
+    pace = Pace()
+    for _ in range(FEWEST_LAPS):
+        pace.add(1e12, 0.1)
+    assert pace.host_seconds is None
+
+
 @pytest.mark.parametrize("action", [OFFLOAD, SPLITS[0]])
 def test_steps_that_wait_or_run_in_parts_tell_nothing(action: str) -> None:
     """What they wait for is no operation."""

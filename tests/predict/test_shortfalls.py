@@ -8,6 +8,7 @@ import pytest
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.assemble import assemble
 from lightning_mimose.predict.fit import best_fit
+from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.timeline import Timeline
@@ -27,7 +28,7 @@ def steps() -> list[Observation]:
 
 def timeline(observation: Observation, values: np.ndarray) -> Timeline:
     resident = Resident(0, 0, True, 0)
-    return assemble(observation.structure, values, resident, seconds_per_operation=1e-9, minimum_share=0.0)
+    return assemble(observation.structure, values, resident, rates=Rates(1e-9), minimum_share=0.0)
 
 
 def test_exact_columns_get_nothing(steps: list[Observation]) -> None:

@@ -17,6 +17,7 @@ from lightning_mimose import Mimose
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.measure.resident import batch_bytes, storage_bytes
 from lightning_mimose.predict.assemble import Extras, Link, assemble
+from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
@@ -38,7 +39,7 @@ def timeline_of(seen: Observation, resident: Resident, left_out: Iterable[str] =
         seen.structure,
         seen.values,
         resident,
-        seconds_per_operation=1e-9,
+        rates=Rates(1e-9),
         minimum_share=0.0,
         left_out=frozenset(left_out),
     )
@@ -84,9 +85,7 @@ def test_each_row_is_written_whole_and_each_recomputation_has_one_position(monke
             return array
 
         monkeypatch.setattr(np, "empty", filled)
-        made.append(
-            assemble(seen.structure, seen.values, resident, seconds_per_operation=1, minimum_share=0, extras=extras)
-        )
+        made.append(assemble(seen.structure, seen.values, resident, rates=Rates(1), minimum_share=0, extras=extras))
     monkeypatch.undo()
     assert {option.action for option in made[0].options} >= {"recompute", "recompute+lean", "offload", "split4"}
     assert (made[0].relief_bytes == made[1].relief_bytes).all()
@@ -246,7 +245,7 @@ def test_values_are_rounded_not_cut() -> None:
     resident = resident_of(model, batch)
     exact = timeline_of(seen, resident).base_bytes
     nearly = assemble(
-        seen.structure, np.maximum(seen.values - 1e-6, 0.0), resident, seconds_per_operation=1e-9, minimum_share=0.0
+        seen.structure, np.maximum(seen.values - 1e-6, 0.0), resident, rates=Rates(1e-9), minimum_share=0.0
     ).base_bytes
     assert (exact == nearly).all()
     assert torch.is_grad_enabled()
