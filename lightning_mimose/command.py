@@ -112,6 +112,7 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--alternatives", default="", metavar="NAME,...", help='what to compare, or "all" (compiling takes minutes)'
     )
+    bench.add_argument("--batch-size", type=int, metavar="N", help="of a built-in work (else what its scale has)")
     bench.add_argument("--steps", type=int, default=8, help="batches of an epoch (8)")
     bench.add_argument("--repeats", type=int, default=5, help="how often everything is measured (5)")
     bench.add_argument(
@@ -134,6 +135,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         budgets=_names(arguments.budget) or ["0.5"],
         alternatives=_names(arguments.alternatives),
+        batch_size=arguments.batch_size,
         steps=arguments.steps,
         repeats=arguments.repeats,
         output=Path(arguments.output) if arguments.output else None,

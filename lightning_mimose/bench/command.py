@@ -42,6 +42,7 @@ class Options:
         batch: What makes its batches.
         budgets: Shares of the plain run's activation memory, or bytes.
         alternatives: Names; none for all.
+        batch_size: Of a built-in work's batches; None for what its scale has.
         steps: Batches of an epoch.
         repeats: How often everything is taken.
         output: Where JSON and plots go; None writes nothing.
@@ -56,6 +57,7 @@ class Options:
     batch: str | None = None
     budgets: Sequence[str] = ("0.5",)
     alternatives: Sequence[str] = ()
+    batch_size: int | None = None
     steps: int = 8
     repeats: int = 5
     output: Path | None = None
@@ -80,6 +82,8 @@ def bench(options: Options, show: Callable[[Sequence[Table]], None]) -> dict[str
     device = training_device()
     if options.steps < 1 or options.repeats < 1:
         raise MimoseError("--steps and --repeats must be 1 or more.")
+    if options.batch_size is not None and options.batch_size < 1:
+        raise MimoseError(f"--batch-size {options.batch_size} must be 1 or more.")
     if options.output is not None:
         _check_output(options.output)
     works = [on(make(), device) for make in list(_works(options, device))]
@@ -118,6 +122,8 @@ def _works(options: Options, device: torch.device) -> Iterator[Callable[[], Work
     if options.model is not None:
         if options.works:
             raise MimoseError("--work names a built-in work, and a model of your own was named too. Choose one.")
+        if options.batch_size is not None:
+            raise MimoseError("--batch-size is for built-in works; a model's own loader or --size says it for yours.")
         yield lambda: own(str(options.model), options.init, options.sizes, options.batch, options.steps)
         return
     if options.sizes or options.init or options.batch:
@@ -132,7 +138,9 @@ def _works(options: Options, device: torch.device) -> Iterator[Callable[[], Work
         )
     names = list(options.works) or [DEFAULT]
     for name in BUILT_IN if names == ["all"] else dict.fromkeys(names):
-        yield lambda name=name: built_in(name, scale, options.steps)  # type: ignore[misc]
+        yield lambda name=name: built_in(  # type: ignore[misc]
+            name, scale, options.steps, batch_size=options.batch_size
+        )
 
 
 def _check_output(folder: Path) -> None:

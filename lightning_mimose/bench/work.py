@@ -181,8 +181,13 @@ BUILT_IN = tuple(_KINDS)
 DEFAULT = "bert-squad"
 
 
-def workload(name: str, scale: Scale) -> Workload:
+def workload(name: str, scale: Scale, batch_size: int | None = None) -> Workload:
     """A built-in work as a `Workload`.
+
+    Args:
+        name: One of `BUILT_IN`.
+        scale: Its size.
+        batch_size: Of its batches; None for what the scale has.
 
     Raises:
         MimoseError: There is no such work, or `transformers` is not installed.
@@ -200,7 +205,7 @@ def workload(name: str, scale: Scale) -> Workload:
     dims = {dim: _shrunk(allowed, _SHRINK[scale], kind.tensors is images) for dim, allowed in kind.dims.items()}
     if scale == "paper" and kind.tensors is images:
         dims = {dim: range(480, 801, 32) if kind.model is not _vit else range(192, 385, 32) for dim in dims}
-    batch_size = kind.batch_sizes[scale == "paper"]
+    batch_size = kind.batch_sizes[scale == "paper"] if batch_size is None else batch_size
     return Workload(name, partial(kind.model, shape), kind.tensors, dims, batch_size, kind.extra)
 
 
@@ -210,9 +215,9 @@ def _shrunk(allowed: range, by: int, image: bool) -> range:
     return range(32, 97, 32) if image else range(max(4, allowed.start // by), max(8, allowed.stop // by))
 
 
-def built_in(name: str, scale: Scale, steps: int, seed: int = 7) -> Work:
+def built_in(name: str, scale: Scale, steps: int, seed: int = 7, batch_size: int | None = None) -> Work:
     """A built-in work: sizes drawn evenly from its range, the largest last but one, a shorter last batch."""
-    made = workload(name, scale)
+    made = workload(name, scale, batch_size)
     sizes = ", ".join(f"{dim} {allowed[0]} to {allowed[-1]}" for dim, allowed in made.dims.items())
     shape = _SHAPES[scale]
     width = "" if name.startswith("resnet") else f", hidden {shape.hidden}, {shape.layers} layers"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from math import inf
 from statistics import median
 
 import numpy as np
@@ -36,8 +35,8 @@ class Pace:
 
     Attributes:
         seconds_per_operation: What it is; None as long as nobody knows.
-        host_seconds: What the host takes for forward and backward of a step in which everything is kept: the least that
-            was seen, more or less, for a host that is far ahead has to wait; None as long as nobody knows.
+        host_seconds: What the host takes for forward and backward of a step in which everything is kept, as in the
+            quicker steps, for a host that is far ahead has to wait; None as long as nobody knows.
 
     Example:
         >>> pace = Pace()
@@ -50,7 +49,7 @@ class Pace:
     def __init__(self, seconds_per_operation: float | None = None) -> None:
         self.seconds_per_operation = seconds_per_operation
         self.host_seconds: float | None = None
-        self._least_host_seconds = inf
+        self._on_host: deque[float] = deque(maxlen=KNOWN_LAPS)
         self._laps: deque[tuple[float, float, bool]] = deque(maxlen=KNOWN_LAPS)
 
     def anew(self) -> Pace:
@@ -69,7 +68,7 @@ class Pace:
         if operations <= 0 or seconds <= 0:
             return
         if host_seconds > 0:
-            self._least_host_seconds = min(self._least_host_seconds, host_seconds / (1 + host_work))
+            self._on_host.append(host_seconds / (1 + host_work))
         self._laps.append((operations, seconds, seconds > WAITS * host_seconds))
         if len(self._laps) >= FEWEST_LAPS:
             laps = [lap for lap in self._laps if lap[2]]
@@ -78,9 +77,10 @@ class Pace:
             now, known = median(seconds / operations for operations, seconds, _ in large), self.seconds_per_operation
             if known is None or not known / CHANGED <= now <= known * CHANGED:
                 self.seconds_per_operation = now
-            least = self._least_host_seconds
-            if least < inf and (self.host_seconds is None or least * CHANGED < self.host_seconds):
-                self.host_seconds = least
+        if len(self._on_host) >= FEWEST_LAPS:
+            now, known = sorted(self._on_host)[len(self._on_host) // 4], self.host_seconds
+            if known is None or not known / CHANGED <= now <= known * CHANGED:
+                self.host_seconds = now
 
 
 def operations_of(structure: Structure, values: NDArray[np.float64], actions: Mapping[str, str]) -> float | None:

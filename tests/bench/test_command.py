@@ -204,6 +204,8 @@ def test_a_work_that_fails_leaves_the_others_running(
         (["--output", "{project}.py/below"], "is a file"),
         (["--output", "/proc/nowhere"], "cannot be written to"),
         (["--repeats", "0"], "must be 1 or more"),
+        (["--batch-size", "0"], "must be 1 or more"),
+        (["{project}:Text", "--batch-size", "4"], "is for built-in works"),
         (["--scale", "paper"], "meant for a GPU"),
     ],
 )

@@ -79,15 +79,17 @@ def test_steps_that_waited_for_the_host_do_not_tell_what_operations_take() -> No
     assert pace.seconds_per_operation == pytest.approx(5e-14)
 
 
-def test_the_host_takes_the_least_that_was_seen_without_what_plans_add() -> None:
+def test_the_host_takes_what_quicker_steps_took_without_what_plans_add() -> None:
     """It may have had to wait for the device, or have been disturbed."""
     pace = Pace()
     for host_seconds in (0.5, 0.2, 0.2, 0.3, 0.9):
         pace.add(1e12, 1.0, host_seconds, 1.0)
     assert pace.host_seconds == pytest.approx(0.1)
-    pace.add(1e12, 1.0, 0.1 * 0.9)
+    for _ in range(FEWEST_LAPS):
+        pace.add(1e12, 1.0, 0.1 * 0.9)
     assert pace.host_seconds == pytest.approx(0.1), "hardly another one: plans are not made anew for that"
-    pace.add(1e12, 1.0, 0.05)
+    for _ in range(FEWEST_LAPS):
+        pace.add(1e12, 1.0, 0.05)
     assert pace.host_seconds == pytest.approx(0.05)
 
 

@@ -91,15 +91,26 @@ class Kept(Handle):
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Sparse tensors have no `nbytes`, and some nested ones no shape: nothing is rebuilt from them.
-        has_shape = tensor.layout is torch.strided and not tensor.is_nested
-        # Not by way of the base class: this is done for every tensor that is saved.
-        self.nbytes = tensor.nbytes if has_shape else 0
-        self.shape = tensor.shape if has_shape else ()
+        # Not by way of the base class, and no more than is needed: this is done for every tensor that is saved.
         self.grade = self.identity = 0
         self.is_saved, self.owner = False, None
         self._tensor = tensor.detach()
         self._version = tensor._version
+
+    @property
+    def _has_shape(self) -> bool:
+        """Sparse tensors have no `nbytes`, and some nested ones no shape: nothing is rebuilt from them."""
+        return self._tensor.layout is torch.strided and not self._tensor.is_nested
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the tensor."""
+        return self._tensor.nbytes if self._has_shape else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Its shape."""
+        return self._tensor.shape if self._has_shape else ()
 
     @property
     def is_intact(self) -> bool:
@@ -212,10 +223,18 @@ class Rebuilt(Handle):
         self._memo = None
 
 
+def _slow_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# By way of an object that stands for the stream it takes thirty times as long.
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_stream)
+
+
 def _pass() -> tuple[int, int]:
     """The backward pass that runs, and the stream: on another one, a value may not be ready yet."""
     task = torch._C._current_graph_task_id()
-    return task, torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
+    return task, _stream(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
 
 
 class Recipe(Rebuilt):

@@ -170,13 +170,16 @@ class LeanSaves:
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
         self._count += 1
-        base = base_of(tensor)
+        base = tensor._base  # as `base_of`: this is done for every tensor that is saved
+        base = tensor if base is None else base
         node, output = base.grad_fn, base.output_nr
         values, spot = self._values, None
         if node is not None and self._settles:
             spot = (self._grade, self._count, node._sequence_nr() - values.start, node.name())
-        if spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
+        if node is None and base.requires_grad:  # a parameter
             handle: Handle = Kept(tensor)
+        elif spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
+            handle = Kept(tensor)
             if base is tensor:
                 values.found[node, output] = handle
         else:
@@ -188,7 +191,8 @@ class LeanSaves:
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
-        handle.identity = 2 * self._count + bool(handle.shape and tensor.is_contiguous())
+        ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
+        handle.identity = 2 * self._count + bool(ordered)
         if node is not None:
             values.numbers.setdefault((node, output), handle.identity)
         rebuilt = handle.rebuilt
@@ -205,8 +209,6 @@ class LeanSaves:
         return not base._version and (not self._returned or self._returned.of(base.untyped_storage()) is None)
 
     def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
-        if node is None and base.requires_grad:
-            return Kept(tensor)  # a parameter
         if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
