@@ -57,12 +57,9 @@ class _Calls:
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites, self._taken = Sites(), Sites()
         self._findings = Findings(unit.name, session, original, self._state, self._sites, self._compiled)
-        session.news = True
         if session.splits:
             session.unsplit.add(unit.name)
-        if self._may_be_lean():
-            session.untried.add(unit.name)
-        session.unproven.add(unit.name)
+        session.enter(unit.name, lean=self._may_be_lean())
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stops = self._session.stops

@@ -103,6 +103,7 @@ class Session:
     tries: set[str] = field(default_factory=set)
     untried: set[str] = field(default_factory=set)
     unproven: set[str] = field(default_factory=set)
+    _units: dict[str, bool] = field(default_factory=dict)
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -123,6 +124,19 @@ class Session:
     learning_steps: int = 0
     news: bool = False
     _armed_besides: bool = False
+
+    def enter(self, unit: str, *, lean: bool) -> None:
+        """A unit is patched, of which nothing was tried yet; `lean` says whether it may be kept lean."""
+        self._units[unit] = lean
+        self.unproven.add(unit)
+        self.untried |= {unit} if lean else set()
+        self.news = True
+
+    def try_anew(self) -> None:
+        """Forwards do something else now: what was tried before says nothing of them."""
+        self.unproven |= self._units.keys()
+        self.untried |= {unit for unit, lean in self._units.items() if lean}
+        self.news = True
 
     def arm(
         self,

@@ -211,9 +211,9 @@ class Advisor(Student):
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self._shelter_only.add(size)
 
-    def forget(self, known: Estimator | None = None) -> None:
+    def forget(self, known: Estimator | None = None, *, everywhere: bool = True) -> None:
         """See `Student`."""
-        super().forget(known)
+        super().forget(known, everywhere=everywhere)
         self._shelter_only.clear()
         self.bounds = Bounds()
 

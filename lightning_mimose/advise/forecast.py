@@ -18,6 +18,7 @@ from lightning_mimose.predict.fit import GOOD_ERROR
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.penalties import Penalties
+from lightning_mimose.predict.postures import Postures
 from lightning_mimose.predict.rows import kept_timeline, levels, whole_bytes
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -83,6 +84,7 @@ class Forecast:
         self.resident = Resident(0, 0, True, 0)
         self.misses = Misses()
         self.penalties = Penalties()
+        self.postures = Postures()
         self._actual_peaks: dict[Any, int] = {}
         self._views: dict[tuple[BatchSize, Resident], StepView] = {}
 

@@ -162,17 +162,34 @@ class Student(Forecast):
         if not same or pace.host_seconds != host_before:
             self._forget_plans()
 
-    def forget(self, known: Estimator | None = None) -> None:
+    def forget(self, known: Estimator | None = None, *, everywhere: bool = True) -> None:
         """What is trained has changed, or where sizes are read: what was measured before does not hold any more.
 
         Args:
             known: What takes its place, for it holds again; None for nothing.
+            everywhere: Whether that goes for what was learnt in other postures, too.
         """
+        if everywhere:
+            self.postures.forget()
         pace = self.estimator.pace.anew()
         self.estimator = Estimator() if known is None else known
         self.estimator.pace = pace
         self.forgotten += 1
         self._forget_plans()
+
+    def take_posture(self, posture: tuple[bool, ...]) -> bool:
+        """A step begins. What was learnt from steps in which modules were set otherwise says nothing of it.
+
+        Args:
+            posture: How they are set, see `engine.posture`.
+
+        Returns:
+            Whether they were never set like that, as far as is remembered.
+        """
+        changed, known = self.postures.take(posture, self.estimator)
+        if changed:
+            self.forget(known, everywhere=False)
+        return changed and known is None
 
     def leave_out(self, units: set[str]) -> None:
         """Plan without some units, from now on."""
@@ -212,6 +229,7 @@ class Student(Forecast):
             "estimator": self.estimator.state_dict(),
             "surplus_bytes": self.misses.surplus_bytes,
             "penalties": self.penalties.state_dict(),
+            "posture": self.postures.state_dict(),
             "refused": dict(self.refused),
         }
 
@@ -223,5 +241,6 @@ class Student(Forecast):
         self.estimator.load_state_dict(state["estimator"])
         self.misses.surplus_bytes = int(state["surplus_bytes"])
         self.penalties.load_state_dict(state.get("penalties", {}))
+        self.postures.load_state_dict(state.get("posture", ""))
         self.refused = dict(state.get("refused", {}))
         return True

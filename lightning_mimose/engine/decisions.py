@@ -19,6 +19,7 @@ from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.consensus import Consensus
 from lightning_mimose.engine.inlets import Inlets
+from lightning_mimose.engine.posture import Posture
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.tenancy import Tenancy
@@ -72,6 +73,7 @@ class Decisions:
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
+        self._posture = Posture(model)
         self._others = others
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
@@ -113,7 +115,9 @@ class Decisions:
             if before not in (None, ledger.trained):
                 advisor.forget()
                 advisor.misses.trained_anew()
+                self._posture.look()
                 self.reserve(ledger.optimizers)
+        self._take_posture(self._posture.expected(), batch_idx, epoch)
         data = batch_bytes(batch)
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
         lasting = ledger.lasting_bytes() + data + reckoned
@@ -141,6 +145,21 @@ class Decisions:
         if size is not None:
             self.settle(step, size)
         return step
+
+    def turns(self, step: Step) -> bool:
+        """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
+        turned = self._posture.turned()
+        if turned:
+            self._take_posture(self._posture.now(), step.batch_idx, step.epoch)
+        return turned
+
+    def _take_posture(self, posture: tuple[bool, ...], batch_idx: int, epoch: int) -> None:
+        if self._advisor.take_posture(posture):
+            self._session.try_anew()
+            self._advisor.announce(
+                f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
+                f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"
+            )
 
     def settle(self, step: Step, size: BatchSize | None) -> None:
         """Decide about a step whose size is known by now; None: it runs sheltered, for it cannot be.

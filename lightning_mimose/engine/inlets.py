@@ -66,6 +66,9 @@ class Sized(Protocol):
     def distrust(self) -> None:
         """It may run backward in its midst, which its plan knows nothing of; no unit has run yet."""
 
+    def look_at_posture(self) -> None:
+        """See whether modules were switched to another mode since it was decided about; no unit has run yet."""
+
     def shelter_rest(self) -> None:
         """As `shelter`, of the units that are still to run."""
 
@@ -192,6 +195,8 @@ class Inlets:
         if not (self._fixed or self._next or self._tracker.entries or last):
             self._inputs.begin(learns=learns)
             self._session.await_call(partial(self._compare, step, size))
+        elif self._step is None:  # else that was looked at when it was decided about
+            self._session.await_call(lambda *_: step.look_at_posture())
 
     def end_forward(self) -> None:
         """The forward is over; where nothing has shown the size yet, another one may follow."""
@@ -263,6 +268,7 @@ class Inlets:
     def _settle(self, leaves: Sequence[Leaf]) -> None:
         step, tracker, self._waits = self._step, self._tracker, False
         assert step is not None
+        step.look_at_posture()
         if tracker.entries:
             self._size = tracker.complete(leaves, self._advisor.estimator.completed)
         else:
@@ -289,6 +295,7 @@ class Inlets:
     def _compare(self, step: Sized, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = self._inputs
         if not inputs.started:
+            step.look_at_posture()
             self._look_for_penalty(step, args, kwargs)
         if not inputs.differ(size, unit, args, kwargs):
             if inputs.awaits_more:

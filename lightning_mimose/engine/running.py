@@ -160,6 +160,14 @@ class Running:
             self.shelter()
             self._metering.begin_late(step)
 
+    def look_at_posture(self) -> None:
+        """Shelter the step that is running if modules were switched since it began; no unit has run yet."""
+        step = self.step
+        if step is None or step.updating or not self._decisions.turns(step):
+            return
+        if self._decisions.agreement is None and not step.undecided:  # a rank recomputes nothing alone
+            self.shelter()
+
     def shelter_rest(self) -> None:
         """As `shelter`, of the units that are still to run."""
         step = self.step

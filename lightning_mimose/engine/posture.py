@@ -1,0 +1,82 @@
+"""How a model's modules are set when a step begins: what decides which operations run, and is in no batch.
+
+Evaluation mode switches dropout and norms' statistics off; a rate of 0 switches dropout off, too. What a step takes is
+another thing then, at every size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+_TRAINS = attrgetter("training")
+_ANYHOW = {
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Identity),
+    *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.ModuleList, nn.ModuleDict, nn.Sequential),
+}
+"""Kinds that do the same in any mode, more than half of all modules: looking at each in every step adds up."""
+
+
+class Posture:
+    """Reads it.
+
+    Args:
+        model: The model; it is not kept alive.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        >>> posture = Posture(model)
+        >>> posture.now()
+        (True, True)
+        >>> model[1].p = 0.0
+        >>> posture.now()
+        (True, False)
+        >>> _ = model.eval()
+        >>> posture.now()
+        (False, False)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._began: tuple[bool, ...] | None = None
+        self._turned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+        """As a step began -> as its forward found them, where that was another."""
+        self.look()
+
+    def look(self) -> None:
+        """Find the modules and their rates of dropout, at the start and when the model has become another."""
+        model = self._model()
+        modules = [] if model is None else list(model.modules())
+        self._modules = [weakref.ref(module) for module in modules if type(module) not in _ANYHOW]
+        self._rates = [
+            (weakref.ref(module), name)
+            for module in modules
+            for name, value in vars(module).items()
+            if (name == "p" or "drop" in name) and type(value) is float
+        ]
+
+    def expected(self) -> tuple[bool, ...]:
+        """How they will be set in the forward of the step that begins, as far as is known."""
+        self._began = self.now()
+        return self._turned.get(self._began, self._began)
+
+    def turned(self) -> bool:
+        """A unit is called; returns whether they are set otherwise than was expected, by a hook of the user's, say."""
+        if self._began is None:
+            return False
+        now, began = self.now(), self._began
+        expected = self._turned.get(began, began)
+        if now != expected:
+            self._turned = {began: now}
+        return now != expected
+
+    def now(self) -> tuple[bool, ...]:
+        """Whether each module trains that asks for it, then whether each rate is more than 0."""
+        modules: Any = [module for ref in self._modules if (module := ref()) is not None]
+        drops = [bool(getattr(module, name, 0)) for ref, name in self._rates if (module := ref()) is not None]
+        return (*map(_TRAINS, modules), *drops)

@@ -1,0 +1,80 @@
+"""What was learnt in one posture and another."""
+
+from __future__ import annotations
+
+from lightning_mimose.measure.observe import observe
+from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.postures import KNOWN, MOST_NEW, Postures
+from tests.helpers.models import TinyText, text_batch
+from tests.helpers.recording import recorded
+
+TRAIN, EVAL = (True, True), (False, False)
+
+
+def learnt() -> Estimator:
+    """One that has seen a step."""
+    seen, estimator = observe(recorded(TinyText(layers=1), text_batch(2, 4)), 0), Estimator()
+    estimator.add({"tokens": 4}, seen.structure, seen.values)
+    return estimator
+
+
+def posture(number: int) -> tuple[bool, ...]:
+    """One of many."""
+    return tuple(bool(number >> bit & 1) for bit in range(8))
+
+
+def test_what_was_learnt_comes_back_with_the_posture() -> None:
+    """A norm that is frozen in every other epoch."""
+    postures, first, second = Postures(), learnt(), learnt()
+    assert not postures.take(TRAIN, first).changed
+    assert not postures.take(TRAIN, first).changed
+    assert postures.take(EVAL, first) == (True, None)
+    assert postures.take(TRAIN, second) == (True, first)
+    assert postures.take(EVAL, first) == (True, second)
+
+
+def test_the_oldest_is_forgotten() -> None:
+    """Not every one of many is remembered."""
+    postures, known = Postures(), [learnt() for _ in range(KNOWN + 2)]
+    for number in range(len(known)):
+        postures.take(posture(number), known[number - 1])
+        assert postures.now == posture(number)
+    assert postures.take(posture(len(known) - 2), known[-1]).known is known[-2]
+    assert postures.take(posture(0), known[-1]).known is None
+
+
+def test_one_in_which_nothing_was_learnt_is_new_when_it_comes_back() -> None:
+    """A first step that began in one and ran in another."""
+    postures = Postures()
+    postures.take(TRAIN, Estimator())
+    postures.take(EVAL, Estimator())
+    assert postures.take(TRAIN, learnt()) == (True, None)
+
+
+def test_a_model_that_is_always_set_anew_is_followed_no_more() -> None:
+    """Its steps would all be sheltered."""
+    postures = Postures()
+    changed = [postures.take(posture(number), Estimator()).changed for number in range(2 * MOST_NEW)]
+    assert changed[1 : MOST_NEW + 2] == [True] * (MOST_NEW + 1)
+    assert not any(changed[MOST_NEW + 2 :])
+    assert not postures.follows
+
+
+def test_where_nothing_holds_any_more_no_posture_brings_it_back() -> None:
+    """Layers were frozen meanwhile."""
+    postures, first = Postures(), learnt()
+    postures.take(TRAIN, first)
+    postures.take(EVAL, first)
+    postures.forget()
+    assert postures.take(TRAIN, Estimator()).known is None
+
+
+def test_state_says_how_modules_were_set() -> None:
+    """A run that goes on with them set otherwise learns anew; one from an older state takes it as it comes."""
+    postures, other, older = Postures(), Postures(), Postures()
+    postures.take((True, False, True), Estimator())
+    other.load_state_dict(postures.state_dict())
+    assert other.now == (True, False, True)
+    assert other.take(TRAIN, Estimator()).changed
+    older.load_state_dict("")
+    assert not older.take(TRAIN, Estimator()).changed
