@@ -29,6 +29,8 @@ from lightning_mimose.sizes import BatchSize
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
+MOST_RENEWALS = 2
+"""How often all is learnt anew for a forward that has other operations: a loss may be another in every tenth step."""
 TIMED_STEPS = 20
 """Steps on an accelerator that are timed at first, of those that are not measured unit by unit."""
 VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
@@ -71,11 +73,22 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
+        self._renewals, self.renews = 0, False
 
     @property
     def verified(self) -> int:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
+
+    def doubt(self) -> None:
+        """A planned step's forward had other operations than all before it: predictions may be none any more."""
+        self._advisor.misses.verified = 0  # the next are held against theirs
+        if self._renewals < MOST_RENEWALS:
+            self._renewals += 1
+            self.renews = True
+            self._advisor.announce(
+                "mimose: a forward had other operations than those before it: what steps take is learnt anew"
+            )
 
     def begin_lap(self, *, anyway: bool) -> Any:
         """The point of the device's time at which a step begins; None where it is not timed.

@@ -8,6 +8,7 @@ import torch
 
 from lightning_mimose.actions.session import Session
 from lightning_mimose.engine.lessons import Lessons
+from lightning_mimose.engine.nodes import Nodes
 from lightning_mimose.engine.step import Step
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.collector import StepRecorder
@@ -49,6 +50,7 @@ class Metering:
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
         self._due = LEARNING_STEPS
+        self._nodes = Nodes()
 
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
@@ -135,6 +137,7 @@ class Metering:
             self._start(step)
         if not step.sheltered:
             self._follow_inputs(step)
+            self._nodes.begin()
 
     def _start(self, step: Step) -> None:
         assert step.recorder is not None
@@ -163,6 +166,10 @@ class Metering:
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
+        # Trials, and parts of a batch, have operations of their own.
+        counts = not (step.sheltered or step.updating or self._session.compared or self._session.splits)
+        if counts and self._nodes.differ(step.size):
+            self._lessons.doubt()
         if self._session.watch is not None:
             step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
             self._session.watch = None

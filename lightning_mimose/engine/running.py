@@ -209,6 +209,9 @@ class Running:
             self._advisor.different = dict(session.different)
             self._advisor.spoiled = frozenset(session.spoiled)
             self._advisor.forget()
+        elif self._lessons.renews:
+            self._lessons.renews = False
+            self._advisor.forget()
 
     def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         """Make the step that failed ready to run again.

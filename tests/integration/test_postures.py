@@ -1,8 +1,9 @@
-"""Modules that are switched to another mode in the midst of a training, and rates of dropout that are."""
+"""Modules that are switched to another mode in the midst of a training, rates of dropout, and losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_mimose import Mimose
+from lightning_mimose.report.record import StepRecord
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, TinyVision, image_batch, text_batch
 
@@ -51,6 +53,10 @@ def alternating(model: nn.Module, number: int) -> None:
     model.train(number % 6 >= 3)
 
 
+def nothing(model: nn.Module, number: int) -> None:
+    """Leaves the model as it is."""
+
+
 Switch = Callable[[nn.Module, int], None]
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], Switch]] = {
     "norms": (lambda: TinyVision(3, 16), vision, frozen_norms),
@@ -60,34 +66,52 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], Switch]
 }
 
 
-def run(
-    kind: str, share: float | None, *, inside: bool, most: int = 0, resident: int = 0
-) -> tuple[list[int], Any, Any]:
-    """Peaks, weights and records; `inside` switches modules in the loss, where nobody sees it beforehand."""
-    make, batches, switch = CASES[kind]
+def as_it_comes(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+    """The model's own loss."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def and_another(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+    """From some step on beside another one, of all pairs of tokens and words: outside of any unit."""
+    loss = as_it_comes(model, batch, number)
+    if number >= SWITCH:
+        assert isinstance(model, TinyText)
+        scores = model.embed(batch["input_ids"]).flatten(0, 1) @ model.embed.weight.T
+        loss = loss + (scores[:, :, None] * torch.linspace(0.1, 1, 8)).tanh().mean()
+    return loss
+
+
+def train(
+    make: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    loss_of: Callable[[nn.Module, Any, int], torch.Tensor],
+    before: Switch,
+    budget: int | None = None,
+) -> tuple[list[int], dict[str, torch.Tensor], list[StepRecord]]:
+    """Peaks, weights and records.
+
+    Args:
+        make: Makes the model.
+        batches: One for each step.
+        loss_of: Also given the step's number.
+        before: Called before each step.
+        budget: None for a plain run.
+    """
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     torch.manual_seed(1)
-    number, peaks = 0, list[int]()
-
-    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-        if inside:
-            switch(model, number)
-        loss: torch.Tensor = model(**batch).loss
-        return loss
-
-    mimose = None
-    if share is not None:
-        mimose = Mimose(model, budget=int(resident + share * (most - resident)), optimizer=optimizer, loss_fn=loss_of)
-    for number, batch in enumerate(batches()):
-        if not inside:
-            switch(model, number)
+    number, peaks, mimose = 0, list[int](), None
+    if budget is not None:
+        mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=lambda m, b: loss_of(m, b, number))
+    for number, batch in enumerate(batches):
+        before(model, number)
         with PeakMeter(model, optimizer, batch) as meter:
             if mimose is not None:
                 mimose.step(batch)
             else:
-                loss = loss_of(model, batch)
+                loss = loss_of(model, batch, number)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -99,14 +123,26 @@ def run(
     return peaks, {name: value.clone() for name, value in model.state_dict().items()}, records
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+def inside(switch: Switch) -> Callable[[nn.Module, Any, int], torch.Tensor]:
+    """A loss that switches modules itself, where nobody sees it beforehand."""
+
+    def loss_of(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+        switch(model, number)
+        return as_it_comes(model, batch, number)
+
+    return loss_of
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("kind", CASES)
-def test_the_budget_holds_whatever_mode_modules_are_in(kind: str, inside: bool) -> None:
+def test_the_budget_holds_whatever_mode_modules_are_in(kind: str, when: str) -> None:
     """Each mode is learnt by itself, and planned with again when it comes back."""
-    peaks, weights, _ = run(kind, None, inside=inside)
+    make, batches, switch = CASES[kind]
+    loss_of, before = (as_it_comes, switch) if when == "before" else (inside(switch), nothing)
+    peaks, weights, _ = train(make, batches(), loss_of, before)
     resident = sum(each.nbytes for each in weights.values())
-    ours, same, records = run(kind, 0.75, inside=inside, most=max(peaks), resident=resident)
     budget = int(resident + 0.75 * (max(peaks) - resident))
+    ours, same, records = train(make, batches(), loss_of, before, budget)
     assert max(ours) <= budget < max(peaks)
     assert all(torch.equal(same[name], value) for name, value in weights.items())
     planned = [record for record in records if not record.sheltered]
@@ -115,3 +151,17 @@ def test_the_budget_holds_whatever_mode_modules_are_in(kind: str, inside: bool) 
     for record in planned:
         if record.measured_peak_bytes:
             assert record.predicted_peak_bytes == pytest.approx(record.measured_peak_bytes, rel=0.01)
+
+
+def test_a_loss_that_becomes_another_breaks_the_budget_once_at_most() -> None:
+    """That step's plan knows nothing of it; then all is learnt anew, not when a step happens to be measured."""
+    make = partial(TinyText, layers=3)
+    peaks, weights, _ = train(make, text(), and_another, nothing)
+    budget = int(0.85 * max(peaks))
+    ours, same, records = train(make, text(), and_another, nothing, budget)
+    assert all(torch.equal(same[name], value) for name, value in weights.items())
+    assert {number for number, peak in enumerate(ours) if peak > budget} <= {SWITCH}
+    assert max(peaks[:SWITCH]) < budget
+    assert not records[SWITCH].sheltered
+    assert records[SWITCH + 1].sheltered
+    assert any(record.actions and not record.sheltered for record in records[SWITCH + 2 :])
