@@ -56,7 +56,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         closed: Whether compiled and scripted modules are units at most as a whole: nothing reaches their parts.
 
     Raises:
-        UnitsError: A pattern that matches nothing, or a model in which nothing can be planned.
+        UnitsError: A pattern that matches nothing, no pattern at all, or a model in which nothing can be planned.
 
     Example:
         >>> from torch import nn
@@ -151,6 +151,11 @@ def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str])
     if not listed or not all(isinstance(pattern, str) for pattern in patterns):
         names = [patterns] if isinstance(patterns, str) else ["encoder.layer.*"]
         raise UnitsError(f"units={patterns!r} was asked for; it is a list of patterns, as units={names!r}.")
+    if not patterns:
+        raise UnitsError(
+            f"units={patterns!r} was asked for, which names nothing to plan. Leave units out and they are found, or "
+            'name some, as units=["encoder.layer.*"] or units=["MyBlock"].'
+        )
     for pattern in patterns:
         found = {
             name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -132,6 +134,15 @@ def test_a_pattern_that_matches_nothing_is_named(pattern: str) -> None:
         find_units(TinyText(), ["Block", pattern])
     assert repr(pattern) in str(error.value)
     assert "Block" in str(error.value)
+
+
+@pytest.mark.parametrize("patterns", [[], ()])
+def test_an_empty_list_of_patterns_is_named(patterns: Sequence[str]) -> None:
+    """It is the list that names nothing, whatever the model has."""
+    with pytest.raises(UnitsError, match="names nothing to plan") as error:
+        find_units(TinyText(), patterns)
+    assert str(error.value).startswith(f"units={patterns!r} was asked for")
+    assert "TinyText" not in str(error.value)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())])

@@ -87,10 +87,8 @@ class Attempts:
         forbids: Callable[[], str] = lambda: "",
     ) -> None:
         self._running = running
-        self._zeroed = list(zeroed)
-        among = {id(parameter) for parameter in self._zeroed}
-        self._others = [parameter for parameter in model.parameters() if id(parameter) not in among]
-        self._every = [*self._zeroed, *self._others]
+        self._model = model
+        self.zeroes(zeroed)
         self._device = device
         self._retry = retry
         self._keep = keep
@@ -100,6 +98,13 @@ class Attempts:
         with torch.inference_mode(False), torch.enable_grad():
             self._leaf = torch.ones((), requires_grad=True)
             self._oldest = self._leaf + 1
+
+    def zeroes(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Name the parameters whose gradients are zeroed between forward and backward from now on."""
+        self._zeroed = list(parameters)
+        among = {id(parameter) for parameter in self._zeroed}
+        self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in among]
+        self._every = [*self._zeroed, *self._others]
 
     def run(self, once: Callable[[], Result]) -> Result:
         """Call `once`; where it fails in a way that another plan cures, put everything back and call it again.

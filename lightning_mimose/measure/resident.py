@@ -7,6 +7,7 @@ once and remembered; the rest is a short sum, because it runs on every step.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -174,7 +175,7 @@ def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[
     step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     with torch.random.fork_rng(devices=[]):
         step(twin)
-        state = storage_bytes(t for t in tree_leaves(list(twin.state.values())) if isinstance(t, torch.Tensor))
+        state = _state_bytes([twin])
         meter = make_meter(torch.device("cpu"))
         meter.start()
         try:
@@ -182,6 +183,11 @@ def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[
         finally:
             intervals = meter.stop()
     return state, max((interval.peak_bytes for interval in intervals), default=0)
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
+    return storage_bytes(leaf for leaf in states if isinstance(leaf, torch.Tensor))
 
 
 def _has_none(parameter: torch.Tensor) -> bool:
@@ -200,10 +206,12 @@ class ResidentLedger:
         self._model = model
         self.bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._earlier: Sequence[weakref.ref[Optimizer]] = ()
+        """Those before them: where somebody keeps one (a scheduler does), its state stays resident."""
         self._few: Sequence[tuple[Optimizer, torch.Tensor]] = ()
         self._growing_bytes = 0
         self._state_entries = -1
-        self._state_bytes = 0
+        self._state_bytes = self._earlier_bytes = 0
         self.gradient_bytes = 0
         """Bytes of the gradients that existed when they were last counted."""
         self.gradient_capacity_bytes = 0
@@ -228,6 +236,9 @@ class ResidentLedger:
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
         """Name the optimizers whose state is resident, and how much it grows to where it grows with every update."""
+        now = set(map(id, optimizers))
+        earlier = *self._living(), *self._optimizers
+        self._earlier = [weakref.ref(optimizer) for optimizer in earlier if id(optimizer) not in now]
         self._optimizers = tuple(optimizers)
         every = [(optimizer, parameter) for optimizer in optimizers for parameter in optimized(optimizer)]
         self._few = every[:: max(1, len(every) // _FEW)]
@@ -270,15 +281,17 @@ class ResidentLedger:
         entries = known
         for optimizer, parameter in self._few:  # what comes later comes to all of them
             entries += len(optimizer.state.get(parameter, ()))
+        for optimizer in self._living():
+            entries += len(optimizer.state)
         if entries != self._state_entries or known == 1:  # LBFGS has one entry, whose lists grow
             self._state_entries = entries
-            self._state_bytes = storage_bytes(
-                leaf
-                for optimizer in self._optimizers
-                for leaf in tree_leaves(list(optimizer.state.values()))
-                if isinstance(leaf, torch.Tensor)
-            )
+            self._state_bytes = _state_bytes((*self._optimizers, *self._living()))
+            self._earlier_bytes = self._state_bytes - _state_bytes(self._optimizers) if self._earlier else 0
         return self._state_bytes
+
+    def _living(self) -> list[Optimizer]:
+        """Earlier optimizers that somebody still has."""
+        return [optimizer for each in self._earlier if (optimizer := each()) is not None]
 
     def lasting_bytes(self) -> int:
         """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
@@ -290,7 +303,7 @@ class ResidentLedger:
 
     def unfilled_bytes(self) -> int:
         """The part of it that is only reserved: state that grows and has not come yet."""
-        return max(0, self._growing_bytes - self.state_bytes()) if self._growing_bytes else 0
+        return max(0, self._growing_bytes - (self.state_bytes() - self._earlier_bytes)) if self._growing_bytes else 0
 
     def parameters(self) -> list[tuple[nn.Parameter, int]]:
         """Every parameter with its bytes."""

@@ -23,6 +23,7 @@ from lightning_mimose.plugin.support import (
     check_strategy,
     tell,
     warn,
+    warn_of_searches,
 )
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
@@ -59,6 +60,8 @@ class MimoseCallback(Callback):
         With manual optimization a batch that breaks the budget is found out after its updates, not before them.
         LBFGS fills its history step by step; all of it is reserved from the start, so its first steps are predicted
         higher than they are.
+        The trial steps of LearningRateFinder, BatchSizeFinder and the Tuner are not planned: Lightning runs them
+        without other callbacks.
 
     Metrics:
         mimose/peak_bytes, mimose/predicted_peak_bytes, mimose/budget_bytes (bytes), mimose/recomputed_units,
@@ -195,6 +198,8 @@ class MimoseCallback(Callback):
         if not has_memory_counters(device):
             self._idle = True
             warn(f"mimose: {device} has no memory counters that torch can read; training goes on without a budget.")
+            return
+        warn_of_searches(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the units, reserve what the optimizer will need, and patch."""

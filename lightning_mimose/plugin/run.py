@@ -56,6 +56,7 @@ class Run:
         self._trained = trained_parameters(module)
         self._hooks: list[TrainingStepHook | RetryHook] = []
         self._begin: Callable[[], None] | None = None
+        self._attempts: Attempts | None = None
 
     def start(self) -> None:
         """Reserve what the optimizers will need, and attach.
@@ -74,7 +75,7 @@ class Run:
             exchanged.note()
             return keep_logged(trainer)
 
-        attempts = Attempts(
+        self._attempts = Attempts(
             engine.running,
             self._module,
             list(optimized(*trainer.optimizers)),
@@ -83,7 +84,7 @@ class Run:
             keep=keep,
             forbids=lambda: why_not(strategy, engine, exchanged()),
         )
-        self._hooks.append(RetryHook(trainer, attempts))
+        self._hooks.append(RetryHook(trainer, self._attempts))
 
     def close(self) -> None:
         """Leave trainer and model as they were."""
@@ -105,13 +106,14 @@ class Run:
         """Plan a batch.
 
         Raises:
-            BudgetInfeasibleError: No plan keeps it inside the budget.
+            BudgetInfeasibleError: No plan keeps it inside the budget, or the optimizers are others than before, and
+                their state alone exceeds it.
             SizeError: It has no tensors, or another type than before.
         """
         module = self._module
         first = is_first_of_accumulation(self._trainer, module, batch_idx)
         self._begin = partial(
-            self.engine.begin_step,
+            self._begin_step,
             batch,
             batch_idx=batch_idx,
             epoch=self._trainer.current_epoch,
@@ -120,10 +122,23 @@ class Run:
         )
         self._begin()
 
+    def _begin_step(self, batch: Any, **told: Any) -> None:
+        if self._optimizers_are_others:
+            optimizers = self._trainer.optimizers
+            self.engine.watch(optimizers)
+            if self._attempts is not None:
+                self._attempts.zeroes(list(optimized(*optimizers)))
+        self.engine.begin_step(batch, **told)
+
+    @property
+    def _optimizers_are_others(self) -> bool:
+        """Whether the trainer was given other optimizers than those that are watched."""
+        return tuple(self._trainer.optimizers) != self.engine.ledger.optimizers
+
     def _begin_forward(self) -> None:
-        """Plan anew if the module's own hook, which comes after the callback's, has unfrozen layers."""
+        """Plan anew if the module's own hook, which comes after the callback's, has changed what is trained, or how."""
         begin, self._begin = self._begin, None
-        if begin is not None and self.engine.ledger.trains_more():
+        if begin is not None and (self._optimizers_are_others or self.engine.ledger.trains_more()):
             self.engine.drop_step()
             begin()
         self.engine.begin_forward()

@@ -68,6 +68,24 @@ def check_module(module: Any) -> None:
         )
 
 
+_SEARCHES = {
+    "LearningRateFinder": "Set the learning rate by hand, or search for it before, on a device where every step fits.",
+    "BatchSizeFinder": "Set the batch size by hand: what is found is the largest that fits the device where nothing is "
+    "recomputed, and a batch that no plan keeps inside the budget ends in a BudgetInfeasibleError after it.",
+}
+
+
+def warn_of_searches(trainer: Any) -> None:
+    """Say whose trial steps nothing is planned for; Lightning's Tuner puts such a callback among the others, too."""
+    kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    found = [name for name in _SEARCHES if name in kinds]
+    if found and not trainer.fast_dev_run:  # it searches for nothing then
+        warn(
+            f"mimose: the trial steps of {' and '.join(found)} are not held inside the budget, for Lightning runs them "
+            f"without the other callbacks. {' '.join(_SEARCHES[name] for name in found)}"
+        )
+
+
 class TrainingStepHook:
     """Calls a function right before every `strategy.training_step`.
 

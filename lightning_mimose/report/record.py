@@ -20,7 +20,7 @@ class StepRecord:
     """One training batch, from `on_train_batch_start` to `on_train_batch_end`.
 
     Attributes:
-        step: Number of training batches before it in this fit, accumulation batches counted.
+        step: Number of training batches before it, in all fits of its callback; accumulation batches counted.
         batch_idx: Index of the batch in its epoch.
         epoch: Index of the epoch.
         size: Named dimensions of the batch.

@@ -243,7 +243,8 @@ def test_one_of_many_parameters_that_steps_write_is_known(steps: int) -> None:
     assert model[123] == steps + 1
 
 
-def test_gradients_that_nobody_zeroes_stay() -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["from the start", "since it was named anew"])
+def test_gradients_that_nobody_zeroes_stay(later: bool) -> None:
     """Of a parameter outside every optimizer."""
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     inside, outside = model[0].weight, model[1].weight
@@ -257,7 +258,13 @@ def test_gradients_that_nobody_zeroes_stay() -> None:
         if len(calls) == 1:
             out_of_memory()
 
-    Attempts(Running(leaner=3), model, list(model[0].parameters()), torch.device("cpu"), retry=True).run(once)
+    zeroed = list(model[0].parameters())
+    attempted = Attempts(
+        Running(leaner=3), model, list(model.parameters()) if later else zeroed, torch.device("cpu"), retry=True
+    )
+    if later:
+        attempted.zeroes(zeroed)
+    attempted.run(once)
     model[1](model[0](torch.ones(1, 2)).detach()).sum().backward()
     once_more = outside.grad.clone()
     outside.grad = torch.ones(2, 2)

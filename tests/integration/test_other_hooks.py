@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 from collections import Counter
@@ -435,7 +436,13 @@ class Sized(pl.LightningDataModule):
         return DataLoader(rows, batch_size=self.batch_size)  # type: ignore[arg-type]
 
 
-def searched(search: str, *others: pl.Callback, directory: Path) -> tuple[dict[str, torch.Tensor], Any]:
+SEARCHES = ["BatchSizeFinder", "LearningRateFinder", "Tuner.scale_batch_size", "Tuner.lr_find"]
+TOLD = "(steps_per_trial|max_trials|suggest|weights_only|lr_find|limit_train_batches)"
+
+
+def searched(
+    search: str, *others: pl.Callback, directory: Path, last: bool = False
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Fit with a search before it; the weights and what was found."""
     pl.seed_everything(0, verbose=False)
     task, data = Task(TinyText()), Sized()
@@ -444,7 +451,9 @@ def searched(search: str, *others: pl.Callback, directory: Path) -> tuple[dict[s
         "BatchSizeFinder": [BatchSizeFinder("power", steps_per_trial=2, max_trials=2)],
         "LearningRateFinder": [LearningRateFinder(num_training_steps=8)],
     }
-    trainer = quiet_trainer(*finders.get(search, []), *others, max_epochs=2, default_root_dir=directory)
+    finder = finders.get(search, [])
+    callbacks = [*others, *finder] if last else [*finder, *others]
+    trainer = quiet_trainer(*callbacks, max_epochs=2, default_root_dir=directory)
     if search == "Tuner.scale_batch_size":
         Tuner(trainer).scale_batch_size(task, datamodule=data, steps_per_trial=2, max_trials=2)
     elif search == "Tuner.lr_find":
@@ -453,9 +462,9 @@ def searched(search: str, *others: pl.Callback, directory: Path) -> tuple[dict[s
     return {name: value.clone() for name, value in task.state_dict().items()}, (data.batch_size, task.lr)
 
 
-@pytest.mark.conformance(HOOKS, "BatchSizeFinder, LearningRateFinder and the Tuner", "works")
-@pytest.mark.filterwarnings("ignore:.*(steps_per_trial|max_trials|suggest|weights_only|lr_find|limit_train_batches)")
-@pytest.mark.parametrize("search", ["BatchSizeFinder", "LearningRateFinder", "Tuner.scale_batch_size", "Tuner.lr_find"])
+@pytest.mark.conformance(HOOKS, "training after BatchSizeFinder, LearningRateFinder or the Tuner", "works")
+@pytest.mark.filterwarnings(f"ignore:.*{TOLD}", "ignore:mimose. the trial steps")
+@pytest.mark.parametrize("search", SEARCHES)
 def test_searches(search: str, tmp_path: Path) -> None:
     """They run steps of their own and put everything back; what is found and trained is the same."""
     callback = MimoseCallback("1GB", planner=lambda timeline, budget: {"model.layers.1": "recompute"})
@@ -464,3 +473,28 @@ def test_searches(search: str, tmp_path: Path) -> None:
     assert plain[1] == planned[1]
     assert same(plain[0], planned[0])
     assert rerun(callback) >= 4
+
+
+@pytest.mark.conformance(HOOKS, "BatchSizeFinder, LearningRateFinder and the Tuner: their trial steps", "refused")
+@pytest.mark.filterwarnings(f"ignore:.*{TOLD}")
+@pytest.mark.parametrize("last", [False, True], ids=["finder first", "finder last"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_trial_steps_are_not_held(search: str, last: bool, tmp_path: Path) -> None:
+    """Which is said once, with what to do; they leave no record."""
+    callback = MimoseCallback("1GB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, (batch_size, _) = searched(search, callback, directory=tmp_path, last=last)
+    said = [each for each in caught if "trial steps" in str(each.message)]
+    assert [each.category for each in said] == [UserWarning]
+    thing = "batch size" if "size" in search.lower() else "learning rate"
+    assert f"Set the {thing} by hand" in str(said[0].message)
+    assert len(callback.records) == 2 * math.ceil(24 / batch_size)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{TOLD}", "ignore:Skipping learning rate finder")
+def test_nothing_is_said_where_nothing_is_searched_for(tmp_path: Path) -> None:
+    """Lightning skips it in a fast_dev_run."""
+    task, finder = Task(TinyText()), LearningRateFinder(num_training_steps=8)
+    trainer = quiet_trainer(finder, MimoseCallback("1GB"), fast_dev_run=1, default_root_dir=tmp_path)
+    trainer.fit(task, loader(few(count=2)))

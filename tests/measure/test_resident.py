@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -379,3 +380,30 @@ def test_layers_frozen_and_unfrozen_in_a_large_model_are_noticed_at_once() -> No
     ledger.count_gradients()
     assert ledger.gradient_capacity_bytes == 1600
     assert not ledger.trains_more()
+
+
+def test_an_optimizer_that_is_replaced_counts_as_long_as_somebody_keeps_it() -> None:
+    """A scheduler, for example; state that both have counts once, and an old one's fills no other's reserve."""
+    model = nn.Linear(8, 8, bias=False)
+    model.weight.grad = torch.ones(8, 8)
+    ledger, weights = ResidentLedger(model), 256
+    first = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ledger.watch([first])
+    first.step()
+    assert ledger.state_bytes() == weights
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ledger.watch([second], growing_bytes=4 * weights)
+    assert ledger.optimizers == (second,)
+    assert (ledger.state_bytes(), ledger.unfilled_bytes()) == (weights, 4 * weights)
+    second.step()
+    assert (ledger.state_bytes(), ledger.unfilled_bytes()) == (2 * weights, 3 * weights)
+    second.load_state_dict(first.state_dict())
+    ledger.watch([second])
+    assert ledger.state_bytes() == weights
+    second.state.clear()
+    second.step()
+    del first
+    gc.collect()
+    assert ledger.state_bytes() == weights
+    ledger.watch([])
+    assert ledger.state_bytes() == weights
