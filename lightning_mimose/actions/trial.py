@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ class Trial:
         reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
         workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
         learnt: The states of nested units of which nothing was known before.
+        watched: Whether operators are, so that it is known what a workspace is. Else a saved pair of integers may be
+            the state of a generator that attention did not use.
     """
 
     packed: list[_Packed] = field(default_factory=list)
@@ -68,6 +71,7 @@ class Trial:
     reasons: dict[str, str] = field(default_factory=dict)
     workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     learnt: list[WrittenState] = field(default_factory=list)
+    watched: bool = False
 
     @contextmanager
     def call(self, unit: str, args: Any) -> Iterator[None]:
@@ -94,7 +98,10 @@ class Trial:
             return
         for part in filter(_is_plain, plain_parts(tensor)):
             storage = part.untyped_storage()
-            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(part)
+            says_nothing = any(ref() is storage for ref in self.workspaces) or (
+                not self.watched and part.numel() <= 2 and part.dtype in (torch.int64, torch.uint64)
+            )
+            content = 0 if says_nothing else checksum(part)
             self.packed.append(_Packed(tuple(part.shape), part.dtype, content))
 
     def changed(self, written: torch.UntypedStorage) -> None:
@@ -139,8 +146,9 @@ class _Watch(ThreadedMode):
                             raise WritesParameterError
                         self._trial.changed(storage)
         out = func(*args, **kwargs)
-        if func.overloadpacket in _WITH_WORKSPACE:
-            self._trial.workspaces.append(weakref.ref(out[-1].untyped_storage()))
+        for index in _workspaces(func):
+            if isinstance(out[index], torch.Tensor):
+                self._trial.workspaces.append(weakref.ref(out[index].untyped_storage()))
         if self._fill and func.overloadpacket in _UNINITIALISED and _is_plain(out):
             out.fill_(float("nan") if out.is_floating_point() else 1)
         return out
@@ -157,6 +165,17 @@ _UNINITIALISED = {
 
 _WITH_WORKSPACE = {torch.ops.aten.mkldnn_rnn_layer}
 """Operations whose last result is a workspace: LSTMs on a CPU (oneDNN)."""
+_UNFILLED = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+"""Results of attention's kernels that nobody fills without dropout; what they decide is in the first result."""
+
+
+@lru_cache(maxsize=1024)
+def _workspaces(func: Any) -> tuple[int, ...]:
+    """Which of an operation's results have a content that says nothing."""
+    returns = func._schema.returns
+    if func.overloadpacket in _WITH_WORKSPACE:
+        return (len(returns) - 1,)
+    return tuple(index for index, each in enumerate(returns) if each.name in _UNFILLED) if len(returns) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -228,6 +247,7 @@ class Candidate:
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
             stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, _never))
+            trial.watched = watch
             if watch:
                 stack.enter_context(_Watch(trial, modules, fill))
             self.enter(trial)

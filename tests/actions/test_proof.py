@@ -224,6 +224,50 @@ def test_values_of_jagged_tensors_are_compared() -> None:
     assert tried(Jagged(differs=True), x) == {"unit": DIFFERS}
 
 
+@pytest.fixture(scope="module")
+def attention() -> Callable[..., Any]:
+    """An operation with the results of CUDA's memory-efficient attention: without dropout nobody fills the last two."""
+    library = torch.library.Library("mimose_tests", "DEF")
+    library.define("attention(Tensor x) -> (Tensor output, Tensor philox_seed, Tensor philox_offset)")
+    garbage = iter(range(1000))
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        seed, offset = (torch.tensor(next(garbage)) for _ in range(2))
+        return x * 2, seed, offset
+
+    library.impl("attention", run, "CPU")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out, seed, offset = torch.ops.mimose_tests.attention(x)
+            ctx.save_for_backward(out, seed, offset)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    run.library = library  # type: ignore[attr-defined]
+    return Attention.apply
+
+
+@pytest.mark.parametrize("watch", [True, False], ids=["watched", "compiled"])
+def test_what_attention_leaves_unfilled_without_dropout_is_not_compared(
+    attention: Callable[..., Any], watch: bool
+) -> None:
+    """The seed and offset of a generator that it has not used; it would never be recomputed on an accelerator."""
+
+    class Block(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = attention(super().forward(x))
+            return out
+
+    block, x = Block(), torch.randn(8, WIDTH, requires_grad=True)
+    state = WrittenState(block)
+    assert prove(Candidate("unit", block.forward, (x,), {}, state, lambda trial: None), watch=watch) == {}
+
+
 def test_parts_of_a_unit_that_could_not_be_run_are_still_to_be_proven() -> None:
     """They take its place, and nobody has compared what they save."""
     part, trials = blocks.RandomLeaky(), list[Any]()
