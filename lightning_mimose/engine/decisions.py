@@ -160,9 +160,12 @@ class Decisions:
         if self._tenancy is not None:
             self._tenancy.allow(size, resident)
         advice, error = self._advisor.advise(size, resident, data), None
-        if advice.infeasible:
+        if advice.infeasible or self._update.surely_bytes(resident.lasting_bytes)[0] > self._advisor.budget_bytes:
             try:
-                self._refuser.by_prediction(size, resident)
+                if advice.infeasible:
+                    self._refuser.by_prediction(size, resident)
+                else:  # nothing is known of its size, but what updates took that were made
+                    self._refuser.by_update(size, resident)
             except BudgetInfeasibleError as found:
                 error = found
         actions = None

@@ -140,6 +140,8 @@ class Lessons:
             return
         step.evaluated_again |= self._update.evaluates
         again, on_cpu = step.evaluated_again or self._evaluates, isinstance(step.recorder, StepRecorder)
+        if isinstance(step.recorder, StepRecorder):
+            step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
         if again and on_cpu and self._update.grows:
             step.measured_peak_bytes = None  # what it has made counts as resident already
@@ -156,6 +158,8 @@ class Lessons:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
             self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
+        if trace.marks and not (again or step.retried):
+            self._update.reached(trace.peak_bytes, trace.intervals[-1].level_bytes)
         if self._ledger.lasting_bytes() == step.own_lasting_bytes and not step.evaluated_again:
             self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
 
