@@ -276,7 +276,7 @@ class Lessons:
         if any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
-            self._advisor.learn(step.size, observation)
+            self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
             read_at = self._advisor.tracker.level, self._advisor.tracker.entries
             if read_at != self._read_at:
