@@ -188,7 +188,6 @@ class Estimator:
         if seen and (fitted is None or not fitted.trusted):
             # The same size in steps of several shapes: which one comes next is anybody's guess.
             trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
-            trusted &= not bare or len(self) == 1  # of a training whose batches are all of one size no other is known
             error, values = self.observed.scatter.error_on(structure.path), self.observed.sizes[seen[-1]][key]
             usable = USABLE_ERROR * (2 if len(self) >= 2 * self._patience else 1)
             return Prediction(seen[-1], values, error, trusted and error <= usable, dims=dims)
