@@ -31,10 +31,16 @@ class Student(Forecast):
 
     forgotten = barred_bytes = 0
 
-    def learn(self, size: BatchSize, observation: Observation) -> None:
-        """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones."""
+    def learn(self, size: BatchSize, observation: Observation, *, bare: bool = False) -> None:
+        """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones.
+
+        Args:
+            size: The batch's size.
+            observation: What was measured.
+            bare: Whether it found no gradients of an earlier step, see `Estimator.add`.
+        """
         self.misses.fade()  # no planned step may be left to show that less will do
-        self.estimator.add(dict(size.dims), observation.structure, observation.values)
+        self.estimator.add(dict(size.dims), observation.structure, observation.values, bare=bare)
         self._forget_plans()
 
     def verify(
@@ -61,23 +67,26 @@ class Student(Forecast):
         if anew and prediction is not None:
             predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
         left_free = self.misses.left_free_bytes
-        self.misses.compare(predicted_bytes, measured_bytes)
         missed = measured_bytes - predicted_bytes
+        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
+        broken = missed > 0 and measured_bytes > self.budget_bytes
+        # What all plans leave free for it anyway is no news.
+        more = missed > 0 and (missed - left_free > small or missed > large)
+        if (more or broken) and self.estimator.disbelieve(size.dims):
+            self._forget_plans()
+            return
+        self.misses.compare(predicted_bytes, measured_bytes)
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
         bound = (
             self.estimator.observed.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         )
-        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
         if abs(missed) <= large:
             self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
-        broken = missed > 0 and measured_bytes > self.budget_bytes
-        if missed > 0:  # what all plans leave free for it anyway is no news
-            news = missed - left_free > small or missed > large
-        else:  # others would leave less, if these leave any
-            news = not bound and (-missed > large or (-missed > small and left_free > 0))
-        if not (news or broken):
+        # Others would leave less, if these leave any.
+        less = missed <= 0 and not bound and (-missed > large or (-missed > small and left_free > 0))
+        if not (more or less or broken):
             return
         self._forget_plans()
         if abs(missed) > large:

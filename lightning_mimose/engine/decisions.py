@@ -179,9 +179,12 @@ class Decisions:
         if self._tenancy is not None:
             self._tenancy.allow(size, resident)
         advice, error = self._advisor.advise(size, resident, data), None
-        if advice.infeasible:
+        if advice.infeasible or self._cannot_update(resident, advice):
             try:
-                self._refuser.by_prediction(size, resident)
+                if advice.infeasible:
+                    self._refuser.by_prediction(size, resident)
+                else:  # nothing is known of its size, but what updates took that were made
+                    self._refuser.by_update(size, resident)
             except BudgetInfeasibleError as found:
                 error = found
         actions = None
@@ -202,6 +205,12 @@ class Decisions:
             step.resident = resident.without(step.spare_bytes)
         step.advice, step.actions = advice, actions
         step.planning_seconds += time.perf_counter() - began
+
+    def _cannot_update(self, resident: Resident, advice: Advice) -> bool:
+        """Whether the update of a step breaks the budget for sure, if it is like the latest one."""
+        if self._tenancy is not None and advice.predicted_peak_bytes is not None:
+            return False  # what was granted is for its plan, and more may be
+        return self._update.surely_bytes(resident.lasting_bytes)[0] > self._advisor.budget_bytes
 
     def _may_prove(self, size: BatchSize, resident: Resident, advice: Advice) -> bool:
         """Whether units that act for the first time may be proven beside a step; if not, a sheltered one does that."""

@@ -153,6 +153,8 @@ class Lessons:
             return
         step.evaluated_again |= self._update.evaluates
         again, on_cpu = step.evaluated_again or self._evaluates, isinstance(step.recorder, StepRecorder)
+        if isinstance(step.recorder, StepRecorder):
+            step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
         if again and on_cpu and self._update.grows:
             step.measured_peak_bytes = None  # what it has made counts as resident already
@@ -169,6 +171,8 @@ class Lessons:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
             self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
+        if trace.marks and not (again or step.retried):
+            self._update.reached(trace.peak_bytes, trace.intervals[-1].level_bytes)
         if self._ledger.lasting_bytes() == step.own_lasting_bytes and not step.evaluated_again:
             self._update.measured(max((interval.peak_bytes for interval in trace.intervals), default=0))
 
@@ -285,7 +289,7 @@ class Lessons:
         if any("backward" in call.marks for call in trace.calls):
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
-            self._advisor.learn(step.size, observation)
+            self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)
             self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
             read_at = self._advisor.tracker.level, self._advisor.tracker.entries
             if read_at != self._read_at:

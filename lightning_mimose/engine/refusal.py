@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
-from lightning_mimose.advise.advice import Holds
+from lightning_mimose.advise.advice import Holds, with_reserve
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
@@ -60,6 +60,12 @@ class Refuser:
         where = timeline.peak_position(dict(plan))
         least = min(sure, plan.predicted_peak_bytes)
         self.refuse(size, resident, least, sure, f"under the most saving plan (at: {where})")
+
+    def by_update(self, size: BatchSize, resident: Resident) -> None:
+        """Refuse a batch of whose update it is known that it will exceed the budget, for the one before it did."""
+        needed, most = self._update.surely_bytes(resident.lasting_bytes)
+        how = "in its update, with what runs beside that (clipping, hooks), whatever is recomputed before it"
+        self.refuse(size, resident, needed, with_reserve(most), how)
 
     def refuse(self, size: BatchSize, resident: Resident, needed: int, sure: int, how: str) -> None:
         """Refuse a batch.

@@ -41,9 +41,12 @@ class PeakRecorder:
         self._held_bytes = max(self._held_bytes, counters.read(self._device).held_bytes)
 
     def stop(self) -> StepTrace:
-        """The step as a single interval."""
+        """The step as a single interval, and what is left of it as another."""
         now = counters.read(self._device)
         held = max(self._held_bytes, now.held_bytes)
         opened = Mark("step", "start", self._start_bytes - self.lasting_bytes, 0)
+        ended = Mark("step", "end", self._start_bytes - self.lasting_bytes, 0)
         interval = Interval(0, now.requested_peak_bytes - self._start_bytes)
-        return StepTrace((), (opened,), (interval,), allocator=Allocator(held, now.reserved_peak_bytes))
+        left = now.requested_bytes - self._start_bytes
+        marks, intervals = (opened, ended), (interval, Interval(left, left))
+        return StepTrace((), marks, intervals, allocator=Allocator(held, now.reserved_peak_bytes))

@@ -38,11 +38,14 @@ class UpdateReserve:
         self._gradient: TensorWeakRef | None = None
         self.cost = OptimizerCost(0, 0)
         self._seen_bytes = self._guessed_bytes = self._sights = 0
+        self._reached_bytes = self._stayed_bytes = 0
+        """What the latest update reached above what lasted at its step's start, and what of that stayed."""
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; each is probed."""
         self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
         self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
+        self._reached_bytes = self._stayed_bytes = 0
         self._ledger.watch(optimizers, sum(cost.growing_bytes for _, cost in self._costs))
         self.cost = OptimizerCost(
             sum(cost.state_bytes for _, cost in self._costs),
@@ -81,6 +84,29 @@ class UpdateReserve:
         whole = all(map(ne, self._versions_now(), self._versions))
         least = 0 if whole else self.cost.transient_bytes
         self.cost = OptimizerCost(self.cost.state_bytes, max(least, transient_bytes))
+
+    def reached(self, peak_bytes: int, stayed_bytes: int) -> None:
+        """Note what an update reached, in which the loss was not evaluated again.
+
+        One in which an optimizer wrote nothing, or whose state grows, says nothing of the next.
+
+        Args:
+            peak_bytes: That, above what lasted at its step's start, with the gradients.
+            stayed_bytes: What of it was there when it was over: state that has come, or is made once by others.
+        """
+        if not self.grows and all(map(ne, self._versions_now(), self._versions)):
+            self._reached_bytes, self._stayed_bytes = peak_bytes, max(0, stayed_bytes)
+
+    def surely_bytes(self, lasting_bytes: int) -> tuple[int, int]:
+        """What the next update takes for sure if it is like the latest, and what is sure to do for it.
+
+        What stayed of the latest one is part of what lasts by now, or else need not come again.
+
+        Args:
+            lasting_bytes: Parameters, buffers, state and the batch.
+        """
+        most_bytes = lasting_bytes + self._reached_bytes
+        return most_bytes - self._stayed_bytes, most_bytes
 
     def evaluated(self, pass_bytes: int, peak_bytes: int, *, planned: bool) -> None:
         """The loss was evaluated again in an update, not for the first time in a step.

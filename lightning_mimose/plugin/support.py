@@ -19,6 +19,8 @@ _REFUSED = {
     "XLAFSDPStrategy": "XLA traces the whole step",
     "SingleDeviceXLAStrategy": "XLA traces the whole step",
 }
+FREED_IN_A_ROW = 4
+"""Batches in a row that find no gradients in their backward, after others that did, until the next is expected to."""
 
 
 def tell(line: str) -> None:
@@ -172,24 +174,35 @@ class GradientHabits:
 
     Lightning sets them to None on the first batch of every accumulation, in automatic optimization. A module that
     overrides `optimizer_zero_grad` may keep them (as zeros), which is seen at the first backward that should have
-    found none; until then they are taken to stay, which is never less than there is.
+    found none; until then they are taken to stay, which is never less than there is. It may change its mind later:
+    every such batch is looked at, and once gradients have stayed it takes a few batches without any to believe that
+    they go.
     """
 
     def __init__(self, module: Any) -> None:
         # By name, not by class: `pytorch_lightning`'s LightningModule is another one.
         owner = next(kind for kind in type(module).__mro__ if "optimizer_zero_grad" in vars(kind))
         self._frees: bool | None = None if owner.__name__ != "LightningModule" else True
-        self._watching = False
+        self._may_change = self._frees is None
+        self._watched: nn.Parameter | None = None
+        self._freed_in_a_row = 0
 
     def zeroes(self, module: nn.Module, due: bool) -> bool:
         """Whether gradients are freed in this batch, if that is when Lightning would. Called before its forward."""
-        self._watching = due and self._frees is None and _has_gradients(module)
+        self._watched = _with_gradient(module) if due and self._may_change else None
         return due and self._frees is True
 
     def look(self, module: nn.Module) -> None:
         """See what zeroing left. Called before the backward."""
-        if self._watching:
-            self._watching, self._frees = False, not _has_gradients(module)
+        watched, self._watched = self._watched, None
+        if watched is None or (self._frees and watched.grad is None):  # to look at all of them takes longer
+            return
+        if watched.grad is not None or _with_gradient(module) is not None:
+            self._frees, self._freed_in_a_row = False, 0
+            return
+        self._freed_in_a_row += 1
+        if self._frees is None or self._freed_in_a_row >= FREED_IN_A_ROW:
+            self._frees = True
 
 
 def is_first_of_accumulation(trainer: Any, module: Any, batch_idx: int) -> bool:
@@ -197,8 +210,9 @@ def is_first_of_accumulation(trainer: Any, module: Any, batch_idx: int) -> bool:
     return bool(module.automatic_optimization and batch_idx % max(1, int(trainer.accumulate_grad_batches)) == 0)
 
 
-def _has_gradients(module: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in module.parameters())
+def _with_gradient(module: nn.Module) -> nn.Parameter | None:
+    """The first parameter that has a gradient."""
+    return next((parameter for parameter in module.parameters() if parameter.grad is not None), None)
 
 
 def trained_parameters(module: nn.Module) -> int:

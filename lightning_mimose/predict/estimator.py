@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
@@ -74,21 +75,39 @@ class Estimator:
         """Number of distinct sizes observed."""
         return len(self.observed)
 
-    def add(self, dims: Mapping[str, int], structure: Structure, values: NDArray[np.float64]) -> None:
+    def add(
+        self, dims: Mapping[str, int], structure: Structure, values: NDArray[np.float64], *, bare: bool = False
+    ) -> None:
         """Learn from one measured step.
 
         Args:
             dims: Named dimensions of its batch.
             structure: Its shape.
             values: Shape (structure.columns,).
+            bare: Whether it found no gradients of an earlier step. What others do with those (clones that are kept from
+                step to step) is no part of it then, so others are believed rather than it.
         """
         key = tuple(sorted(dims.items()))
         if not self.observed.add(key, structure, values, self.resident_bytes):
             return
+        self.observed.note_gradients(key, bare=bare)
         if len(self) < self._enough:
             self._measured_since.add(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
+        doubtful = self.observed.bare
+        if doubtful not in (None, key) and is_contradicted(self.observed, self._timely_fit, self.resident_bytes):
+            self.disbelieve(doubtful)
+
+    def disbelieve(self, dims: Iterable[tuple[str, int]]) -> bool:
+        """Forget what was measured of a size in a step that found no gradients; returns whether there was anything."""
+        key = tuple(sorted(dims))
+        if key != self.observed.bare:
+            return False
+        self.observed.drop(key)
+        self._rate = None
+        self.fits.measured(self.observed.sizes)
+        return True
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""
@@ -162,7 +181,8 @@ class Estimator:
         here = [(other, known) for other, known in self.observed.sizes.items() if other.path == structure.path]
         seen = [other for other, known in here if key in known]
         # Beside other gradients of earlier steps (none, in the first one) it was another step: a fit is better then.
-        alike = [other for other in seen if other.old_gradient_bytes == structure.old_gradient_bytes]
+        bare = key == self.observed.bare
+        alike = [o for o in seen if o.old_gradient_bytes == structure.old_gradient_bytes and not bare]
         fitted = None if alike else self._fitted(structure, dims, key)
         seen = alike or seen
         if seen and (fitted is None or not fitted.trusted):
@@ -227,6 +247,11 @@ class Estimator:
         batch without a mask, or of another task, may make the same calls.
         """
         return self.fits.of(structure, part, self.observed.of(structure, names), self.resident_bytes)
+
+    def _timely_fit(self, structure: Structure, part: Value | None, names: tuple[str, ...]) -> Fit | None:
+        """The same, unless it comes late."""
+        fit = self._fit(structure, part, names)
+        return None if self.fits.is_late else fit
 
     def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int], times: int = 1) -> bool:
         """Whether plans may be built on a fit; `times` as large an error is usable after as many times the patience."""

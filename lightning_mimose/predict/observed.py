@@ -45,12 +45,16 @@ class Observed:
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
         scatter: By how much steps of one size differ.
+        bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
+            or once it was measured in another.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
         self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
+        self.bare: Key | None = None
+        self._bare_steps = 0
         self._latest: dict[tuple[str, ...], Structure] = {}
         """Of every kind of batch (names of dimensions), the newest last."""
         self._first: Structure | None = None
@@ -113,7 +117,9 @@ class Observed:
             structure = before.with_holds_of(structure)  # they may hold them longer in some steps than in others
         known = self._known_as(structure)
         if key in known:
-            self.scatter.add(structure, known.pop(key), values, resident_bytes)
+            before_it = known.pop(key)
+            if key != self.bare:
+                self.scatter.add(structure, before_it, values, resident_bytes)
         known[key] = values
         if len(self.sizes) > MAX_STRUCTURES:
             del self.sizes[next(s for s in self.sizes if s != structure)]
@@ -128,6 +134,25 @@ class Observed:
         self._latest.pop(names, None)
         self._latest[names], self._handing = structure, None
         return True
+
+    def note_gradients(self, key: Key, *, bare: bool) -> None:
+        """Note whether a step of some size found no gradients of an earlier one."""
+        self._bare_steps += bare
+        if bare:  # steps that often find none are no exceptions
+            self.bare = key if self._bare_steps == 1 else None
+        elif self.bare == key:
+            self.bare = None
+
+    def drop(self, key: Key) -> None:
+        """Forget what was measured of a size: it is not believed any more."""
+        self.bare = None if self.bare == key else self.bare
+        for structure in [each for each, known in self.sizes.items() if key in known]:
+            del self.sizes[structure][key]
+            if not self.sizes[structure]:
+                del self.sizes[structure]
+                self._first = None if self._first is structure else self._first
+        self._latest = {kind: structure for kind, structure in self._latest.items() if structure in self.sizes}
+        self._handing = None
 
     def _rename(self, other: Structure, structure: Structure) -> None:
         """The sizes that were observed of one shape are those of another from now on."""
@@ -196,6 +221,7 @@ class Observed:
         return {
             "varies": self.varies,
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
+            "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
                 {
                     "structure": asdict(structure),
@@ -220,6 +246,8 @@ class Observed:
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
                 self.add(key, structure, np.array(values, dtype=np.float64), 0)
+        bare = state.get("bare")
+        self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)
         for kind, left in state["waits"]:
             self.waits.left[tuple(kind)] = int(left)
         for number, pairs, steps in state["habits"]:

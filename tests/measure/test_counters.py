@@ -97,3 +97,4 @@ def test_a_peak_is_told_above_what_lasts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trace.allocator is not None
     assert trace.allocator.reserved_bytes >= trace.allocator.held_bytes >= (1000 + 500 + 300 + 200) * 4
     assert later.peak_bytes == (200 + 900) * 4
+    assert [each.intervals[-1].level_bytes for each in (trace, later)] == [(200 - 500) * 4, 0]

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_mimose.plugin.support import (
+    FREED_IN_A_ROW,
     GradientHabits,
     TrainingStepHook,
     bucket_bytes,
@@ -106,6 +107,19 @@ def test_an_overridden_hook_is_watched() -> None:
     task.zero_grad()
     habits.look(task)
     assert habits.zeroes(task, True)
+
+
+def test_a_hook_may_change_its_mind() -> None:
+    """Gradients that stay are believed at once, those that go after several batches in a row; and back again."""
+    task = Own(nn.Linear(2, 2))
+    habits, seen = GradientHabits(task), list[bool]()
+    for stays in [False] * 2 + [True] + [False] * (FREED_IN_A_ROW + 1) + [True, False]:
+        task.model(torch.ones(1, 2)).sum().backward()
+        seen.append(habits.zeroes(task, True))
+        task.zero_grad(set_to_none=not stays)
+        habits.look(task)
+    assert seen == [False, True, True] + [False] * FREED_IN_A_ROW + [True, True, False]
+    assert not habits.zeroes(task, False)
 
 
 def test_buckets_are_settled_where_there_are_any() -> None:

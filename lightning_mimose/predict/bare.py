@@ -1,0 +1,54 @@
+"""The step that found no gradients of an earlier one, as the very first does: whether others contradict it.
+
+What is done with older gradients in the midst of a step (clones that are kept to be compared with the next ones) is no
+part of it, so that for its size less is predicted than later steps take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lightning_mimose.predict.checking import EXACT_ERROR
+from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
+from lightning_mimose.predict.observed import Observed
+from lightning_mimose.predict.paths import names_of
+from lightning_mimose.predict.structure import Structure
+
+FEWEST_OTHERS, MOST_OTHERS = 3, 8
+"""Other sizes by which it may be contradicted: to look at more of them takes too long."""
+CONTRADICTED = 5
+"""How many times what others miss each other by it has to be below what they tell of it."""
+
+
+def is_contradicted(
+    observed: Observed, fit_of: Callable[[Structure, Value | None, tuple[str, ...]], Fit | None], resident_bytes: int
+) -> bool:
+    """Whether the step that found no gradients took less than the others tell, by far more than what those miss.
+
+    Args:
+        observed: What was measured.
+        fit_of: The fit of all sizes of a shape that have one value of some dimension; None where there is none yet.
+        resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
+    """
+    key = observed.bare
+    if key is None:
+        return False
+    part = next((value for value in key if value[0] == "batch"), None)
+    for structure, known in observed.sizes.items():
+        alike = observed.of(structure, names_of(key)) if key in known else {}
+        others = [other for other in alike if other != key and (part is None or part in other)]
+        if not FEWEST_OTHERS <= len(others) <= MOST_OTHERS:
+            continue
+        whole = fit_of(structure, part, names_of(key))
+        if whole is None or whole.error <= EXACT_ERROR:
+            continue
+        values = np.array([alike[other] for other in others])
+        fit = best_fit([dict(other) for other in others], values, structure, resident_bytes)
+        if fit.error > USABLE_ERROR or not fit.covers(dict(key)):
+            continue
+        told, found = structure.summary(np.array([fit.values_at(dict(key)), known[key]]))[:, 0]
+        if told - found > CONTRADICTED * max(fit.error, EXACT_ERROR) * (told + resident_bytes):
+            return True
+    return False

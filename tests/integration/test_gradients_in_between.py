@@ -1,0 +1,166 @@
+"""What modules do with gradients between two steps: clip them, keep them, or zero them in another way than before."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mimose import BudgetInfeasibleError, MimoseCallback
+from tests.helpers.fits import Fit, run, same
+from tests.helpers.meter import MeterCallback
+from tests.helpers.models import Batch, Task, TinyText, loader, quiet_trainer, text_batch
+
+
+def data(count: int = 30, seed: int = 0) -> list[Batch]:
+    """Texts of many lengths."""
+    chance = random.Random(seed)
+    return [text_batch(2, chance.choice(range(12, 72, 4)), i) for i in range(count)]
+
+
+class Wide(Task):
+    """A model that is large beside its activations."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__(TinyText(4, 96))
+
+
+def train(task: type[Task], budget: int | None = None, batches: list[Batch] | None = None, **options: Any) -> Any:
+    """Train: what is left of it, and the callback."""
+    callback = MimoseCallback(budget, **options) if budget else None
+    return run(*([callback] if callback else []), task=task, data=data() if batches is None else batches), callback
+
+
+# --- updates that take more than the budget -------------------------------------------------------------------
+
+
+class Joined(Wide):
+    """Clips all gradients as one tensor."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Makes several copies of them."""
+        joined = torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
+        sum(part.mean() for part in [joined / joined.norm(p) for p in range(1, 7)])
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
+def refused(task: type[Task], budget: int) -> tuple[BudgetInfeasibleError, list[int], int]:
+    """Train until the budget is refused: the error, peaks on the independent meter, updates that were made."""
+    meter, module = MeterCallback(), task(None)  # type: ignore[arg-type]
+    trainer = quiet_trainer(meter, MimoseCallback(budget))
+    with pytest.raises(BudgetInfeasibleError) as error:
+        trainer.fit(module, loader(data()))
+    return error.value, meter.peaks, trainer.global_step
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_an_update_that_breaks_the_budget_is_not_made_twice(share: float) -> None:
+    """Though nothing is known yet of batches of its size; and what is said to do does."""
+    fit, _ = train(Joined)
+    error, peaks, updates = refused(Joined, budget := fit.budget(share))
+    assert sum(peak > budget for peak in peaks) == 1, "one slips, before anything is known of updates"
+    assert max(peaks[updates:]) < budget, "the step that is refused does not run"
+    assert "in its update" in str(error)
+    assert error.smallest_feasible_bytes is not None
+    again, _ = train(Joined, error.smallest_feasible_bytes)
+    assert max(again.peaks) <= error.smallest_feasible_bytes
+    assert same(fit.weights(), again.weights())
+
+
+def test_it_is_made_where_only_a_warning_was_asked_for() -> None:
+    """One that names what it takes."""
+    fit, _ = train(Joined)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        budgeted, _ = train(Joined, fit.budget(0.5), on_infeasible="warn")
+    assert same(fit.weights(), budgeted.weights())
+    assert any("in its update" in str(each.message) for each in caught)
+
+
+class Averaged(Wide):
+    """Makes copies of the parameters in its first update, and keeps them."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, then that."""
+        super().optimizer_step(*args, **kwargs)
+        if not hasattr(self, "average"):
+            self.average = [p.detach().clone() for _ in range(4) for p in self.parameters()]
+
+
+def test_what_an_update_made_for_good_is_not_expected_again() -> None:
+    """It is in no later one."""
+    fit, _ = train(Averaged)
+    budget = int(1.05 * sorted(fit.peaks)[-2])
+    assert fit.peaks[0] > budget
+    budgeted, _ = train(Averaged, budget)
+    assert all(peak <= budget for peak in budgeted.peaks[1:])
+    assert same(fit.weights(), budgeted.weights())
+
+
+# --- gradients that are kept for the next step ----------------------------------------------------------------
+
+
+class Keeping(Wide):
+    """Keeps a copy of every gradient until the next ones are there."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        """There are none in the first step."""
+        self.kept = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+def check(plain: Fit, share: float, task: type[Task], batches: list[Batch]) -> list[Any]:
+    """See that a training stays inside a budget and is equal bit for bit; returns its records."""
+    budget = plain.budget(share)
+    budgeted, callback = train(task, budget, batches)
+    assert same(plain.weights(), budgeted.weights())
+    assert max(budgeted.peaks) <= budget
+    for record, peak in zip(callback.records, budgeted.peaks, strict=True):
+        assert record.predicted_peak_bytes is None or record.predicted_peak_bytes >= 0.985 * peak
+    return list(callback.records)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_first_size_is_not_predicted_by_the_first_step(seed: int) -> None:
+    """Which found no gradients to be kept; nor does it keep others from being planned."""
+    batches = data(seed=seed)
+    batches += batches[:1]
+    records = check(train(Keeping, batches=batches)[0], 0.6, Keeping, batches)
+    assert sum(record.sheltered for record in records) <= 8
+    assert not records[-1].sheltered
+
+
+def test_a_second_step_like_the_first_one_is_believed() -> None:
+    """That is planned by it, and found to take more."""
+    batches = [text_batch(2, 64, i) for i in range(12)]
+    plain, _ = train(Keeping, batches=batches)
+    budget = plain.budget(0.6)
+    with pytest.warns(UserWarning, match="above the budget"):
+        budgeted, callback = train(Keeping, budget, batches)
+    assert sum(peak > budget for peak in budgeted.peaks) == 1
+    assert [record.sheltered for record in callback.records] == [True, False, True] + [False] * 9
+    assert same(plain.weights(), budgeted.weights())
+
+
+# --- gradients that are zeroed in another way -----------------------------------------------------------------
+
+
+class Changing(Wide):
+    """Frees its gradients, and later fills them with zeros."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """From step 12 on."""
+        optimizer.zero_grad(set_to_none=self.global_step < 12)
+
+
+def test_gradients_that_stay_from_some_step_on() -> None:
+    """The first such step may be over the budget, for nobody can know."""
+    plain, _ = train(Changing)
+    budget = plain.budget(0.5)
+    budgeted, callback = train(Changing, budget)
+    assert same(plain.weights(), budgeted.weights())
+    for record, peak in list(zip(callback.records, budgeted.peaks, strict=True))[13:]:
+        assert peak <= budget
+        assert record.predicted_peak_bytes is None or record.predicted_peak_bytes >= 0.995 * peak

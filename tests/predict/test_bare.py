@@ -1,0 +1,97 @@
+"""A first step that found no gradients: what it took is believed until others contradict it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.estimator import Estimator
+from tests.predict.test_estimator import Size, law, structure, text
+
+FIRST = text(64)[0]
+
+
+def more(size: Size) -> NDArray[np.float64]:
+    """What steps take that find gradients: something is alive in all of it besides."""
+    return law(1)(size) + 4e6
+
+
+def learnt(*lengths: int, first: bool = True) -> Estimator:
+    """One that has seen a first step, which took less, and others."""
+    estimator = Estimator()
+    if first:
+        estimator.add(FIRST, structure(), law(1)(FIRST), bare=True)
+    for size in text(*lengths):
+        estimator.add(size, structure(), more(size))
+    return estimator
+
+
+def test_it_is_believed_as_long_as_nothing_else_is_known() -> None:
+    """A training whose batches are of one size or two is planned by it."""
+    for estimator in (learnt(), learnt(40)):
+        prediction = estimator.predict(FIRST)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_array_equal(prediction.values, law(1)(FIRST))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_others_contradict_it(loaded: bool) -> None:
+    """From then on its size is predicted by them, and theirs are not spoilt by it."""
+    lengths = 12, 28, 44, 52, 80
+    estimator = learnt(*lengths[:2])
+    if loaded:
+        saved = json.loads(json.dumps(estimator.state_dict()))
+        estimator = Estimator()
+        estimator.load_state_dict(saved)
+    for size in text(*lengths[2:]):
+        estimator.add(size, structure(), more(size))
+    for size in text(64, 36):
+        prediction = estimator.predict(size)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, more(size), rtol=1e-6)
+
+
+def test_it_is_measured_again() -> None:
+    """Then it is a step like others, and that it was another tells nothing about how they scatter."""
+    estimator = learnt(40)
+    estimator.add(FIRST, structure(), more(FIRST))
+    prediction = estimator.predict(FIRST)
+    assert prediction is not None
+    assert prediction.trusted
+    assert prediction.error == 0
+    np.testing.assert_array_equal(prediction.values, more(FIRST))
+    assert not estimator.disbelieve(FIRST.items())
+
+
+def test_one_that_took_no_less_is_not_contradicted() -> None:
+    """Kernels may need more for its size than others tell."""
+    estimator = Estimator()
+    estimator.add(FIRST, structure(), more(FIRST) + 4e6, bare=True)
+    for size in text(12, 28, 44, 52, 80):
+        estimator.add(size, structure(), more(size))
+    assert estimator.disbelieve(FIRST.items())
+
+
+def test_steps_that_often_find_no_gradients_are_no_exceptions() -> None:
+    """A loop that frees them when a step is over."""
+    estimator = learnt(40)
+    estimator.add(text(12)[0], structure(), more(text(12)[0]), bare=True)
+    prediction = estimator.predict(FIRST)
+    assert prediction is not None
+    assert prediction.trusted
+    assert not estimator.disbelieve(FIRST.items())
+
+
+def test_nothing_is_left_of_what_is_not_believed() -> None:
+    """Where it was all that was known, nothing is."""
+    estimator = learnt()
+    assert estimator.disbelieve(FIRST.items())
+    assert estimator.predict(FIRST) is None
+    assert not estimator.relations
+    assert len(estimator) == 0
+    assert estimator.seconds_per_operation() > 0
