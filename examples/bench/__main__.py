@@ -1,4 +1,4 @@
-"""The benchmark: `python -m bench held|used|exact|cheap|waits|frontier|work|grades|largest|shared|all`.
+"""The benchmark: `python -m bench held|used|exact|cheap|waits|frontier|work|grades|largest|shared|device|all`.
 
 From the folder `examples`. Prints a table for each question; writes JSON, with date and versions, to `bench/results/`.
 """
@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from bench import cheap, exact, frontier, grades, held, largest, shared, used, waits, work
+from bench import cheap, device, exact, frontier, grades, held, largest, shared, used, waits, work
 from bench.large import LARGE
 from bench.models import WORKLOADS
 from bench.running import quiet, show
 
-QUESTIONS = ("held", "used", "exact", "cheap", "waits", "frontier", "work", "grades", "largest", "shared")
+QUESTIONS = ("held", "used", "exact", "cheap", "waits", "frontier", "work", "grades", "largest", "shared", "device")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("question", choices=(*QUESTIONS, "all"))
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated names of workloads")
     parser.add_argument("--steps", type=int, default=20, help="batches per epoch")
-    parser.add_argument("--repeats", type=int, default=3, help="frontier, grades: how often each step is timed")
+    parser.add_argument("--repeats", type=int, default=3, help="frontier, grades, device: how often each step is timed")
     parser.add_argument(
         "--shares", default="0.75,0.6,0.5,0.4,0.33", help="frontier, work: budgets, of activation memory"
     )
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         "work": lambda: work.rows(large, given.steps, given.results, shares=shares, menus=menus),
         "grades": lambda: grades.rows(names, given.steps, repeats=given.repeats),
+        "device": lambda: device.rows(given.repeats),
         "shared": lambda: shared.rows(given.parts, given.kills),
         "largest": lambda: largest.rows(
             [n for n in names if n in ("resnet50", "resnet101")] or ["resnet50", "resnet101"],
