@@ -1,8 +1,8 @@
 """Device: what each action adds on the host and on an accelerator, when every layer of BERT-base takes it.
 
-Steps of all actions and plain ones run in turns, each waited for. "host" is how long a step is started for, "device" how
-long the device computes or copies, "wall" the time until it is done; plans are charged for what of an action is hidden
-behind neither. Without an accelerator a small BERT runs, and only wall times mean something.
+Steps of all actions and plain ones run in turns, each waited for. "host" is how long a step is started for, "device"
+how long the device computes or copies, "wall" the time until it is done; plans are charged for what of an action is
+hidden behind neither. Without an accelerator a small BERT runs, and only wall times mean something.
 """
 
 from __future__ import annotations

@@ -33,10 +33,15 @@ class Laps(Generic[T]):
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
         self._waiting: deque[tuple[Any, Any, float, T]] = deque(maxlen=MOST_WAITING)
+        self._latest: Any = None
 
     def now(self) -> tuple[Any, float]:
-        """This point of the device's time and of the host's, at which a step begins."""
-        return self._clock.now(), time.perf_counter()
+        """This point of the device's time and of the host's, at which a step begins.
+
+        No time of the host where the device is not done with the step before: what the host takes may be waiting.
+        """
+        waits = self._latest is not None and not self._clock.has_come(self._latest)
+        return self._clock.now(), 0.0 if waits else time.perf_counter()
 
     def end(self, began: tuple[Any, float], what: T) -> None:
         """A step is over.
@@ -46,14 +51,15 @@ class Laps(Generic[T]):
             what: Given back with its time.
         """
         point, host = began
-        self._waiting.append((point, self._clock.now(), time.perf_counter() - host, what))
+        self._latest = self._clock.now()
+        self._waiting.append((point, self._latest, time.perf_counter() - host if host else 0.0, what))
 
     def forget(self) -> None:
         """Of those that were timed nothing is to be told."""
         self._waiting.clear()
 
     def over(self) -> Iterator[tuple[T, float, float]]:
-        """The steps that the device is done with, their seconds there and those on the host, each once."""
+        """The steps that the device is done with, their seconds there and on the host (0 if unknown), each once."""
         while self._waiting and self._clock.has_come(self._waiting[0][1]):
             began, ended, host_seconds, what = self._waiting.popleft()
             yield what, self._clock.seconds_between(began, ended), host_seconds

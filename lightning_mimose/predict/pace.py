@@ -77,7 +77,7 @@ class Pace:
             now, known = median(seconds / operations for operations, seconds, _ in large), self.seconds_per_operation
             if known is None or not known / CHANGED <= now <= known * CHANGED:
                 self.seconds_per_operation = now
-        if len(self._on_host) >= FEWEST_LAPS:
+        if len(self._laps) >= FEWEST_LAPS and self._on_host:
             now, known = sorted(self._on_host)[len(self._on_host) // 4], self.host_seconds
             if known is None or not known / CHANGED <= now <= known * CHANGED:
                 self.host_seconds = now

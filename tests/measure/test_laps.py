@@ -41,3 +41,21 @@ def test_a_device_that_never_comes_to_an_end_fills_no_memory(monkeypatch: pytest
     monkeypatch.undo()
     play(monkeypatch)
     assert [step for step, *_ in laps.over()] == list(range(2 * MOST_WAITING, 3 * MOST_WAITING))
+
+
+def test_the_hosts_time_is_told_only_where_it_had_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that looks at its mask waits for all of the step before."""
+    play(monkeypatch)
+    behind = False
+    monkeypatch.setattr(Event, "query", lambda self: not behind)
+    laps: Laps[str] = Laps(CPU)
+    laps.end(laps.now(), "the first")
+    laps.end(laps.now(), "idle")
+    behind = True
+    laps.end(laps.now(), "behind")
+    behind = False
+    assert [(name, host_seconds > 0) for name, _, host_seconds in laps.over()] == [
+        ("the first", True),
+        ("idle", True),
+        ("behind", False),
+    ]
