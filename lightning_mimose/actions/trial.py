@@ -62,8 +62,6 @@ class Trial:
         reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
         workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
         learnt: The states of nested units of which nothing was known before.
-        watched: Whether operators are, so that it is known what a workspace is. Else a saved pair of integers may be
-            the state of a generator that attention did not use.
     """
 
     packed: list[_Packed] = field(default_factory=list)
@@ -71,7 +69,6 @@ class Trial:
     reasons: dict[str, str] = field(default_factory=dict)
     workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     learnt: list[WrittenState] = field(default_factory=list)
-    watched: bool = False
 
     @contextmanager
     def call(self, unit: str, args: Any) -> Iterator[None]:
@@ -98,10 +95,7 @@ class Trial:
             return
         for part in filter(_is_plain, plain_parts(tensor)):
             storage = part.untyped_storage()
-            says_nothing = any(ref() is storage for ref in self.workspaces) or (
-                not self.watched and part.numel() <= 2 and part.dtype in (torch.int64, torch.uint64)
-            )
-            content = 0 if says_nothing else checksum(part)
+            content = 0 if any(ref() is storage for ref in self.workspaces) else checksum(part)
             self.packed.append(_Packed(tuple(part.shape), part.dtype, content))
 
     def changed(self, written: torch.UntypedStorage) -> None:
@@ -247,7 +241,6 @@ class Candidate:
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
             stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, _never))
-            trial.watched = watch
             if watch:
                 stack.enter_context(_Watch(trial, modules, fill))
             self.enter(trial)

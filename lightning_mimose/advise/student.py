@@ -180,7 +180,7 @@ class Student(Forecast):
         """
         if everywhere:
             self.postures.forget()
-        pace = self.estimator.pace.anew()
+        pace = self.estimator.pace.anew() if known is None else known.pace
         self.estimator = Estimator() if known is None else known
         self.estimator.pace = pace
         self.forgotten += 1

@@ -74,6 +74,7 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
         self._posture = Posture(model)
+        self._tries_anew = False
         self._others = others
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
@@ -117,7 +118,9 @@ class Decisions:
                 advisor.misses.trained_anew()
                 self._posture.look()
                 self.reserve(ledger.optimizers)
-        self._take_posture(self._posture.expected(), batch_idx, epoch)
+        if self._take_posture(self._posture.expected(), batch_idx, epoch) or self._tries_anew:
+            self._tries_anew = False
+            self._session.try_anew()
         data = batch_bytes(batch)
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
         lasting = ledger.lasting_bytes() + data + reckoned
@@ -149,17 +152,22 @@ class Decisions:
     def turns(self, step: Step) -> bool:
         """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
         turned = self._posture.turned()
-        if turned:
-            self._take_posture(self._posture.now(), step.batch_idx, step.epoch)
+        if turned and self._take_posture(self._posture.now(), step.batch_idx, step.epoch):
+            if self.agreement is None:
+                self._session.try_anew()
+            else:  # this step's plan stays in force
+                self._tries_anew = True
         return turned
 
-    def _take_posture(self, posture: tuple[bool, ...], batch_idx: int, epoch: int) -> None:
-        if self._advisor.take_posture(posture):
-            self._session.try_anew()
+    def _take_posture(self, posture: tuple[bool, ...], batch_idx: int, epoch: int) -> bool:
+        """Returns whether modules were never set like that."""
+        is_new = self._advisor.take_posture(posture)
+        if is_new:
             self._advisor.announce(
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
                 f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"
             )
+        return is_new
 
     def settle(self, step: Step, size: BatchSize | None) -> None:
         """Decide about a step whose size is known by now; None: it runs sheltered, for it cannot be.

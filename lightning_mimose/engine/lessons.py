@@ -80,6 +80,11 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less."""
         return self._advisor.misses.verified
 
+    @property
+    def forgotten(self) -> int:
+        """How many times all that was measured was forgotten, or older knowledge taken up."""
+        return self._advisor.forgotten
+
     def doubt(self) -> None:
         """A planned step's forward had other operations than all before it: predictions may be none any more."""
         self._advisor.misses.verified = 0  # the next are held against theirs

@@ -50,7 +50,7 @@ class Metering:
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
         self._due = LEARNING_STEPS
-        self._nodes = Nodes()
+        self._nodes, self._nodes_since = Nodes(), 0
 
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
@@ -137,6 +137,8 @@ class Metering:
             self._start(step)
         if not step.sheltered:
             self._follow_inputs(step)
+            if self._nodes_since != self._lessons.forgotten:  # a mode of its own, or other layers that are trained
+                self._nodes_since, self._nodes = self._lessons.forgotten, Nodes()
             self._nodes.begin()
 
     def _start(self, step: Step) -> None:

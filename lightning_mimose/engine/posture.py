@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 _TRAINS = attrgetter("training")
+MOST_TURNS, SURE = 8, 2
+"""Postures that steps began in, and how many times in a row their forwards found another one for it to be expected."""
 _ANYHOW = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Identity),
     *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.ModuleList, nn.ModuleDict, nn.Sequential),
@@ -44,8 +46,8 @@ class Posture:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
         self._began: tuple[bool, ...] | None = None
-        self._turned: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-        """As a step began -> as its forward found them, where that was another."""
+        self._turned: dict[tuple[bool, ...], tuple[tuple[bool, ...], int]] = {}
+        """As a step began -> as its forward found them the last time, and how many times in a row."""
         self.look()
 
     def look(self) -> None:
@@ -57,26 +59,33 @@ class Posture:
             (weakref.ref(module), name)
             for module in modules
             for name, value in vars(module).items()
-            if (name == "p" or "drop" in name) and type(value) is float
+            if (name == "p" or "drop" in name) and type(value) in (int, float)
         ]
 
     def expected(self) -> tuple[bool, ...]:
         """How they will be set in the forward of the step that begins, as far as is known."""
         self._began = self.now()
-        return self._turned.get(self._began, self._began)
+        return self._expected(self._began)
+
+    def _expected(self, began: tuple[bool, ...]) -> tuple[bool, ...]:
+        found, times = self._turned.get(began, (began, 0))
+        return found if times >= SURE else began
 
     def turned(self) -> bool:
         """A unit is called; returns whether they are set otherwise than was expected, by a hook of the user's, say."""
         if self._began is None:
             return False
         now, began = self.now(), self._began
-        expected = self._turned.get(began, began)
-        if now != expected:
-            self._turned = {began: now}
+        expected = self._expected(began)
+        found, times = self._turned.get(began, (began, 0))
+        if len(self._turned) >= MOST_TURNS and began not in self._turned:
+            self._turned.clear()
+        self._turned[began] = now, times + 1 if now == found else 1
         return now != expected
 
     def now(self) -> tuple[bool, ...]:
         """Whether each module trains that asks for it, then whether each rate is more than 0."""
         modules: Any = [module for ref in self._modules if (module := ref()) is not None]
-        drops = [bool(getattr(module, name, 0)) for ref, name in self._rates if (module := ref()) is not None]
-        return (*map(_TRAINS, modules), *drops)
+        rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
+        # A tensor's value would have to be waited for.
+        return (*map(_TRAINS, modules), *(rate != 0 if isinstance(rate, (int, float)) else True for rate in rates))

@@ -211,7 +211,7 @@ class Running:
             self._advisor.forget()
         elif self._lessons.renews:
             self._lessons.renews = False
-            self._advisor.forget()
+            self._advisor.forget(everywhere=False)
 
     def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         """Make the step that failed ready to run again.

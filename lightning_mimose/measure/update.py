@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from operator import ne
 
@@ -16,6 +17,10 @@ ENOUGH_SIGHTS = 3
 """Planned steps that show what an update holds, after which what sheltered ones have shown counts no more."""
 SHELTERED_SLACK = 1.25
 """By how much what such an update holds may be above what sheltered steps have shown of it."""
+
+
+CONFIRMED = 2
+"""Updates in a row that have to have taken something for it to be expected of the next."""
 
 
 class UpdateReserve:
@@ -38,14 +43,14 @@ class UpdateReserve:
         self._gradient: TensorWeakRef | None = None
         self.cost = OptimizerCost(0, 0)
         self._seen_bytes = self._guessed_bytes = self._sights = 0
-        self._reached_bytes = self._stayed_bytes = 0
-        """What the latest update reached above what lasted at its step's start, and what of that stayed."""
+        self._reached: deque[tuple[int, int]] = deque(maxlen=CONFIRMED)
+        """What the latest updates reached above what lasted at their step's start, and what of that stayed."""
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Name the optimizers; each is probed."""
         self._entries = {id(optimizer): len(optimizer.state) for optimizer in optimizers}
         self._costs = [(optimizer, probe_optimizer(optimizer)) for optimizer in optimizers]
-        self._reached_bytes = self._stayed_bytes = 0
+        self._reached.clear()
         self._ledger.watch(optimizers, sum(cost.growing_bytes for _, cost in self._costs))
         self.cost = OptimizerCost(
             sum(cost.state_bytes for _, cost in self._costs),
@@ -95,18 +100,21 @@ class UpdateReserve:
             stayed_bytes: What of it was there when it was over: state that has come, or is made once by others.
         """
         if not self.grows and all(map(ne, self._versions_now(), self._versions)):
-            self._reached_bytes, self._stayed_bytes = peak_bytes, max(0, stayed_bytes)
+            self._reached.append((peak_bytes, max(0, stayed_bytes)))
 
     def surely_bytes(self, lasting_bytes: int) -> tuple[int, int]:
-        """What the next update takes for sure if it is like the latest, and what is sure to do for it.
+        """What the next update takes for sure if it is like the latest ones, and what is sure to do for it.
 
-        What stayed of the latest one is part of what lasts by now, or else need not come again.
+        What stayed of one is part of what lasts by now, or else need not come again. Of a single one nothing is sure:
+        things are made and tuned in the first.
 
         Args:
             lasting_bytes: Parameters, buffers, state and the batch.
         """
-        most_bytes = lasting_bytes + self._reached_bytes
-        return most_bytes - self._stayed_bytes, most_bytes
+        if len(self._reached) < CONFIRMED:
+            return lasting_bytes, lasting_bytes
+        least_bytes = min(peak_bytes - stayed_bytes for peak_bytes, stayed_bytes in self._reached)
+        return lasting_bytes + least_bytes, lasting_bytes + max(peak_bytes for peak_bytes, _ in self._reached)
 
     def evaluated(self, pass_bytes: int, peak_bytes: int, *, planned: bool) -> None:
         """The loss was evaluated again in an update, not for the first time in a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ class Run:
         self._trained = trained_parameters(module)
         self._hooks: list[TrainingStepHook | RetryHook] = []
         self._begin: Callable[[], None] | None = None
-        self._attempts: Attempts | None = None
+        self._attempts: weakref.ref[Attempts] | None = None  # what it holds cannot be copied
 
     def start(self) -> None:
         """Reserve what the optimizers will need, and attach.
@@ -75,7 +76,7 @@ class Run:
             exchanged.note()
             return keep_logged(trainer)
 
-        self._attempts = Attempts(
+        attempts = Attempts(
             engine.running,
             self._module,
             list(optimized(*trainer.optimizers)),
@@ -84,7 +85,8 @@ class Run:
             keep=keep,
             forbids=lambda: why_not(strategy, engine, exchanged()),
         )
-        self._hooks.append(RetryHook(trainer, self._attempts))
+        self._attempts = weakref.ref(attempts)
+        self._hooks.append(RetryHook(trainer, attempts))
 
     def close(self) -> None:
         """Leave trainer and model as they were."""
@@ -126,8 +128,9 @@ class Run:
         if self._optimizers_are_others:
             optimizers = self._trainer.optimizers
             self.engine.watch(optimizers)
-            if self._attempts is not None:
-                self._attempts.zeroes(list(optimized(*optimizers)))
+            attempts = None if self._attempts is None else self._attempts()
+            if attempts is not None:
+                attempts.zeroes(list(optimized(*optimizers)))
         self.engine.begin_step(batch, **told)
 
     @property

@@ -105,6 +105,7 @@ class Estimator:
         if key != self.observed.bare:
             return False
         self.observed.drop(key)
+        self._measured_since.discard(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
         return True

@@ -252,10 +252,7 @@ def attention() -> Callable[..., Any]:
     return Attention.apply
 
 
-@pytest.mark.parametrize("watch", [True, False], ids=["watched", "compiled"])
-def test_what_attention_leaves_unfilled_without_dropout_is_not_compared(
-    attention: Callable[..., Any], watch: bool
-) -> None:
+def test_what_attention_leaves_unfilled_without_dropout_is_not_compared(attention: Callable[..., Any]) -> None:
     """The seed and offset of a generator that it has not used; it would never be recomputed on an accelerator."""
 
     class Block(Base):
@@ -263,9 +260,25 @@ def test_what_attention_leaves_unfilled_without_dropout_is_not_compared(
             out: torch.Tensor = attention(super().forward(x))
             return out
 
+    assert tried(Block(), torch.randn(8, WIDTH, requires_grad=True)) == {}
+
+
+@pytest.mark.parametrize("watch", [True, False], ids=["watched", "compiled"])
+def test_an_index_that_is_drawn_anew_is_found(watch: bool) -> None:
+    """One number is all that is saved of it, and its gradient would go to another row."""
+    draws = iter(range(8))
+
+    class Block(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(8, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.table[torch.tensor([next(draws)])]
+
     block, x = Block(), torch.randn(8, WIDTH, requires_grad=True)
-    state = WrittenState(block)
-    assert prove(Candidate("unit", block.forward, (x,), {}, state, lambda trial: None), watch=watch) == {}
+    candidate = Candidate("unit", block.forward, (x,), {}, WrittenState(block), lambda trial: None)
+    assert prove(candidate, watch=watch) == {"unit": DIFFERS}
 
 
 def test_parts_of_a_unit_that_could_not_be_run_are_still_to_be_proven() -> None:

@@ -57,11 +57,13 @@ def refused(task: type[Task], budget: int) -> tuple[BudgetInfeasibleError, list[
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5])
-def test_an_update_that_breaks_the_budget_is_not_made_twice(share: float) -> None:
+def test_an_update_that_breaks_the_budget_is_made_twice_at_most(share: float) -> None:
     """Though nothing is known yet of batches of its size; and what is said to do does."""
     fit, _ = train(Joined)
     error, peaks, updates = refused(Joined, budget := fit.budget(share))
-    assert sum(peak > budget for peak in peaks) == 1, "one slips, before anything is known of updates"
+    assert 1 <= sum(peak > budget for peak in peaks) <= 2, (
+        "one slips, and another one that shows that it was no accident"
+    )
     assert max(peaks[updates:]) < budget, "the step that is refused does not run"
     assert "in its update" in str(error)
     assert error.smallest_feasible_bytes is not None
@@ -78,6 +80,27 @@ def test_it_is_made_where_only_a_warning_was_asked_for() -> None:
         budgeted, _ = train(Joined, fit.budget(0.5), on_infeasible="warn")
     assert same(fit.weights(), budgeted.weights())
     assert any("in its update" in str(each.message) for each in caught)
+
+
+class Tuned(Wide):
+    """Tries things out in its first update."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, but for that."""
+        super().optimizer_step(*args, **kwargs)
+        if not self.global_step:
+            torch.empty(64 << 20, dtype=torch.uint8).fill_(0)
+
+
+def test_what_came_once_is_no_reason_to_refuse_anything() -> None:
+    """Nobody could show that it does not come again: no update is made any more then."""
+    fit, _ = train(Tuned)
+    budget = int(1.05 * sorted(fit.peaks)[-2])
+    assert fit.peaks[0] > budget
+    budgeted, _ = train(Tuned, budget)
+    assert len(budgeted.peaks) == len(fit.peaks)
+    assert all(peak <= budget for peak in budgeted.peaks[1:])
+    assert same(fit.weights(), budgeted.weights())
 
 
 class Averaged(Wide):

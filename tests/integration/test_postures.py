@@ -15,7 +15,7 @@ from lightning_mimose.report.record import StepRecord
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, TinyVision, image_batch, text_batch
 
-STEPS, SWITCH = 40, 18
+STEPS, SWITCH, LEARNING = 40, 18, 8
 
 
 def text() -> list[Any]:
@@ -53,6 +53,11 @@ def alternating(model: nn.Module, number: int) -> None:
     model.train(number % 6 >= 3)
 
 
+def toggling(model: nn.Module, number: int) -> None:
+    """Another mode in every step."""
+    model.train(number % 2 > 0)
+
+
 def nothing(model: nn.Module, number: int) -> None:
     """Leaves the model as it is."""
 
@@ -63,6 +68,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], Switch]
     "dropout": (lambda: TinyText(layers=3), text, dropout),
     "evaluation": (lambda: TinyText(layers=3), text, evaluation),
     "alternating": (lambda: TinyText(layers=3), text, alternating),
+    "toggling": (lambda: TinyText(layers=3), text, toggling),
 }
 
 
@@ -147,7 +153,9 @@ def test_the_budget_holds_whatever_mode_modules_are_in(kind: str, when: str) -> 
     assert all(torch.equal(same[name], value) for name, value in weights.items())
     planned = [record for record in records if not record.sheltered]
     assert any(record.actions for record in planned)
-    assert len(planned) >= STEPS // 2
+    # Nobody can tell when the next switch comes that happens inside of a step.
+    surprising = (kind, when) == ("alternating", "inside")
+    assert len(planned) >= (STEPS // 3 if surprising else STEPS - 2 * LEARNING), "either mode is learnt once"
     for record in planned:
         if record.measured_peak_bytes:
             assert record.predicted_peak_bytes == pytest.approx(record.measured_peak_bytes, rel=0.01)

@@ -29,14 +29,19 @@ def test_what_stayed_need_not_come_again() -> None:
     reserve = updated(torch.optim.SGD)
     assert reserve.surely_bytes(1000) == (1000, 1000)
     reserve.reached(500, 200)
+    assert reserve.surely_bytes(1000) == (1000, 1000), "things are made and tuned in the first one"
+    reserve.reached(500, 200)
     assert reserve.surely_bytes(1000) == (1300, 1500)
     reserve.reached(500, -200)  # gradients went in it
-    assert reserve.surely_bytes(1000) == (1500, 1500)
+    assert reserve.surely_bytes(1000) == (1300, 1500)
+    reserve.reached(600, 0)
+    assert reserve.surely_bytes(1000) == (1500, 1600)
 
 
 def test_an_update_that_wrote_nothing_tells_nothing() -> None:
     """A scaler has skipped it; nor does one whose optimizer keeps more with every update."""
     for reserve in (updated(torch.optim.SGD, steps=False), updated(torch.optim.LBFGS)):
+        reserve.reached(500, 200)
         reserve.reached(500, 200)
         assert reserve.surely_bytes(1000) == (1000, 1000)
 
@@ -44,6 +49,7 @@ def test_an_update_that_wrote_nothing_tells_nothing() -> None:
 def test_other_optimizers_are_other_updates() -> None:
     """What was trained before says nothing of what is trained now."""
     reserve = updated(torch.optim.SGD)
+    reserve.reached(500, 200)
     reserve.reached(500, 200)
     reserve.watch([])
     assert reserve.surely_bytes(1000) == (1000, 1000)

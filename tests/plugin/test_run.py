@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_what_is_zeroed_before_a_batch_runs_again_is_the_new_ones() -> None:
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if callback._run is not None and callback._run._attempts is not None:
-                zeroed.append(len(callback._run._attempts._zeroed))
+                zeroed.append(len(callback._run._attempts()._zeroed))
 
     plain = run(task=OnlyHead, data=batches(count=2), metered=False, max_epochs=2)
     budgeted = run(callback, task=OnlyHead, data=batches(count=2), metered=False, max_epochs=2)
@@ -136,3 +137,17 @@ def test_optimizers_that_stay_are_watched_once(monkeypatch: pytest.MonkeyPatch) 
     run(MimoseCallback("1GB"), data=batches(count=3), metered=False, max_epochs=2)
     assert len(seen) == 6
     assert all(seen)
+
+
+def test_the_callback_can_be_copied_in_mid_run() -> None:
+    """As some callbacks copy the trainer's others, or all of a module."""
+    callback, copies = MimoseCallback("1GB"), list[MimoseCallback]()
+
+    class Copying(Task):
+        def on_train_batch_end(self, *_: Any) -> None:
+            """In every step."""
+            copies.append(copy.deepcopy(callback))
+
+    quiet_trainer(callback).fit(Copying(TinyText()), loader(batches("text", 3)))
+    assert len(copies) == 3
+    assert len(copies[-1].records) == 3
