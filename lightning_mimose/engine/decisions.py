@@ -215,7 +215,7 @@ class Decisions:
         step.planning_seconds += time.perf_counter() - began
 
     def _cannot_update(self, resident: Resident, advice: Advice) -> bool:
-        """Whether the update of a step breaks the budget for sure, if it is like the latest one."""
+        """Whether the update of a step breaks the budget for sure, if it is like the latest ones."""
         if self._tenancy is not None and advice.predicted_peak_bytes is not None:
             return False  # what was granted is for its plan, and more may be
         return self._update.surely_bytes(resident.lasting_bytes)[0] > self._advisor.budget_bytes

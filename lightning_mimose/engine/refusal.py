@@ -62,7 +62,7 @@ class Refuser:
         self.refuse(size, resident, least, sure, f"under the most saving plan (at: {where})")
 
     def by_update(self, size: BatchSize, resident: Resident) -> None:
-        """Refuse a batch of whose update it is known that it will exceed the budget, for the one before it did."""
+        """Refuse a batch of whose update it is known that it will exceed the budget, for those before it did."""
         needed, most = self._update.surely_bytes(resident.lasting_bytes)
         how = "in its update, with what runs beside that (clipping, hooks), whatever is recomputed before it"
         self.refuse(size, resident, needed, with_reserve(most), how)
