@@ -31,6 +31,7 @@ class Nodes:
         self._began: int | None = None
         self._of: dict[Hashable, int] = {}
         self._usual: int | None = None
+        """The number of all sizes that are remembered; None where they differ."""
         self._steady = 0
 
     def begin(self) -> None:
@@ -50,7 +51,10 @@ class Nodes:
         differs = expected is not None and count != expected
         if (differs and size in self._of) or len(self._of) >= MOST:
             self._of.clear()
+        if not self._of:
+            self._usual = count
+        elif count != self._usual:
+            self._usual = None
         self._of[size] = count
-        self._usual = count if set(self._of.values()) == {count} else None
         self._steady = 0 if differs else steady + (expected is not None)
         return differs and steady >= STEADY

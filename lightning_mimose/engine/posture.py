@@ -54,13 +54,23 @@ class Posture:
         """Find the modules and their rates of dropout, at the start and when the model has become another."""
         model = self._model()
         modules = [] if model is None else list(model.modules())
-        self._modules = [weakref.ref(module) for module in modules if type(module) not in _ANYHOW]
-        self._rates = [
-            (weakref.ref(module), name)
+        rates = [
+            (module, name)
             for module in modules
             for name, value in vars(module).items()
             if (name == "p" or "drop" in name) and type(value) in (int, float)
         ]
+        self._rates = [(weakref.ref(module), name) for module, name in rates]
+        # A mode is set for all of a module at once, as a rule: what is inside one stands for it.
+        have_rates, asking, standing = {id(module) for module, _ in rates}, list[nn.Module](), set[int]()
+        for module in reversed(modules):  # parts come after what they are in
+            inside = any(id(part) in standing for part in module.children())
+            asks = id(module) in have_rates or not (inside or type(module) in _ANYHOW)
+            if asks:
+                asking.append(module)
+            if asks or inside:
+                standing.add(id(module))
+        self._modules = [weakref.ref(module) for module in asking]
 
     def expected(self) -> tuple[bool, ...]:
         """How they will be set in the forward of the step that begins, as far as is known."""
