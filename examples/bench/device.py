@@ -25,7 +25,14 @@ from lightning_mimose.predict.timeline import Timeline
 ACTIONS = ("keep", "lean", "lean+masks", "lean+expansions", "recompute", "offload")
 SIZES = ((2, 16), (12, 320), (12, 512), (32, 128), (32, 512))
 """Rows and tokens; the first only waits for the host."""
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 256,
+}
 SMALL_SIZES = ((2, 16), (4, 64))
+"""Without an accelerator."""
 _LAYER = re.compile(r"encoder\.layer\.\d+$")
 
 
@@ -44,19 +51,18 @@ class Runner:
     seconds: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
 
 
-def rows(repeats: int, autocast: bool = False) -> Iterator[dict[str, Any]]:
+def rows(repeats: int) -> Iterator[dict[str, Any]]:
     """One row per size and action.
 
     Args:
         repeats: How often each step is timed.
-        autocast: Whether it runs in bfloat16 where that is safe.
     """
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator or torch.device("cpu")
     sizes = SIZES if accelerator else SMALL_SIZES
-    runners = {"plain": _runner(device, None, autocast), "plain again": _runner(device, None, autocast)}
-    runners["checkpointed"] = _runner(device, None, autocast, checkpoints=True)
-    runners |= {action: _runner(device, action, autocast) for action in ACTIONS}
+    runners = {name: _runner(device, None) for name in ("plain", "plain again")}
+    runners["checkpointed"] = _runner(device, None, checkpoints=True)
+    runners |= {action: _runner(device, action) for action in ACTIONS}
     batches = {size: _batch(device, *size) for size in sizes}
     for runner in runners.values():
         for batch in 3 * list(batches.values()):
@@ -83,10 +89,9 @@ def rows(repeats: int, autocast: bool = False) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _runner(device: torch.device, action: str | None, autocast: bool, *, checkpoints: bool = False) -> Runner:
+def _runner(device: torch.device, action: str | None, *, checkpoints: bool = False) -> Runner:
     torch.manual_seed(0)
-    size: dict[str, Any] = {} if device.type != "cpu" else {"hidden_size": 64, "num_hidden_layers": 3}
-    size |= {} if device.type != "cpu" else {"num_attention_heads": 2, "intermediate_size": 256}
+    size = SMALL if device.type == "cpu" else {}
     config = BertConfig(problem_type="single_label_classification", use_cache=False, **size)
     model = BertForSequenceClassification(config).to(device).train()
     if checkpoints:
@@ -94,8 +99,7 @@ def _runner(device: torch.device, action: str | None, autocast: bool, *, checkpo
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
 
     def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            loss: torch.Tensor = model(**batch).loss
+        loss: torch.Tensor = model(**batch).loss
         return loss
 
     def plain(batch: Any) -> None:

@@ -276,11 +276,9 @@ class Estimator:
         if self._rate is None:
             seconds = operations = 0.0
             for structure, known in self.observed.sizes.items():
-                regions = [call for call in structure.calls if call.region]
-                work = [column for call in regions for column in (call.flops, call.besides)]
-                largest = max(known.values(), key=lambda values: values[work].sum())
-                seconds += float(largest[[call.seconds for call in regions]].sum())
-                operations += float(largest[work].sum())
+                largest = max(known.values(), key=structure.forward_operations)
+                seconds += float(largest[[call.seconds for call in structure.calls if call.region]].sum())
+                operations += structure.forward_operations(largest)
             self._rate = seconds / operations if operations and seconds else 1e-11
         return min(self._rate, self.pace.seconds_per_operation or self._rate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,6 @@ class Rows:
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
         self.calls_of = structure.layout.calls_of
-        self.items = structure.items(values)
         self._look_at_calls(values)
         # Every recomputation has a position besides; there is one for the update.
         places = structure.layout.backward_at
@@ -148,6 +148,11 @@ class Rows:
         """(option, call, what its recomputation takes)."""
         self.borrows: list[tuple[int, int, int]] = []
         """(option, loose storage, call) that keeps one of the call's arguments alive, besides those that run again."""
+
+    @cached_property
+    def items(self) -> NDArray[np.float64]:
+        """How many tensors every call saves, see `Structure.items`; not asked for where nothing goes by it."""
+        return self.structure.items(self.values)
 
     def _add(self, unit: int, action: str, seconds: float) -> None:
         self.options.append(Option(unit, action, seconds))
