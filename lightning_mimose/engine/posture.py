@@ -7,12 +7,13 @@ another thing then, at every size.
 from __future__ import annotations
 
 import weakref
-from operator import attrgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
 
-_TRAINS = attrgetter("training")
+_MODE = "training"
+_TRAINS = itemgetter(_MODE)
 MOST_TURNS, SURE = 8, 2
 """Postures that steps began in, and how many times in a row their forwards found another one for it to be expected."""
 _ANYHOW = {
@@ -43,8 +44,16 @@ class Posture:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._asking: list[weakref.ref[nn.Module]] = []
+        self._rated: list[tuple[weakref.ref[nn.Module], str]] = []
+        # What is in these modules instead of the modules: it is read twice in every step, with nothing in the caches.
+        self._modes: list[dict[str, Any]] = []
+        self._rates: list[tuple[dict[str, Any], str]] = []
+        self._scripted: list[weakref.ref[nn.Module]] = []
+        """Those whose mode is not in them."""
+        self._read: list[Any] = []
+        self._now: tuple[bool, ...] = ()
+        """What was read in them, the last time."""
         self._began: tuple[bool, ...] | None = None
         self._turned: dict[tuple[bool, ...], tuple[tuple[bool, ...], int]] = {}
         """As a step began -> as its forward found them the last time, and how many times in a row."""
@@ -60,7 +69,6 @@ class Posture:
             for name, value in vars(module).items()
             if (name == "p" or "drop" in name) and type(value) in (int, float)
         ]
-        self._rates = [(weakref.ref(module), name) for module, name in rates]
         # A mode is set for all of a module at once, as a rule: what is inside one stands for it.
         have_rates, asking, standing = {id(module) for module, _ in rates}, list[nn.Module](), set[int]()
         for module in reversed(modules):  # parts come after what they are in
@@ -70,7 +78,24 @@ class Posture:
                 asking.append(module)
             if asks or inside:
                 standing.add(id(module))
-        self._modules = [weakref.ref(module) for module in asking]
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            posture = this()
+            if posture is not None:
+                posture._gather()
+
+        self._asking = [weakref.ref(module, gone) for module in asking]
+        self._rated = [(weakref.ref(module), name) for module, name in rates]
+        self._gather()
+
+    def _gather(self) -> None:
+        """Get hold of what is in the modules, as long as they are there."""
+        asking = [module for ref in self._asking if (module := ref()) is not None]
+        self._modes = [vars(module) for module in asking if _MODE in vars(module)]
+        self._scripted = [weakref.ref(module) for module in asking if _MODE not in vars(module)]
+        self._rates = [(vars(module), name) for ref, name in self._rated if (module := ref()) is not None]
+        self._read = []
 
     def expected(self) -> tuple[bool, ...]:
         """How they will be set in the forward of the step that begins, as far as is known."""
@@ -78,6 +103,8 @@ class Posture:
         return self._expected(self._began)
 
     def _expected(self, began: tuple[bool, ...]) -> tuple[bool, ...]:
+        if not self._turned:
+            return began
         found, times = self._turned.get(began, (began, 0))
         return found if times >= SURE else began
 
@@ -86,6 +113,8 @@ class Posture:
         if self._began is None:
             return False
         now, began = self.now(), self._began
+        if now is began and not self._turned:
+            return False
         expected = self._expected(began)
         found, times = self._turned.get(began, (began, 0))
         if len(self._turned) >= MOST_TURNS and began not in self._turned:
@@ -95,7 +124,10 @@ class Posture:
 
     def now(self) -> tuple[bool, ...]:
         """Whether each module trains that asks for it, then whether each rate is more than 0."""
-        modules: Any = [module for ref in self._modules if (module := ref()) is not None]
-        rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
-        # A tensor's value would have to be waited for.
-        return (*map(_TRAINS, modules), *(rate != 0 if isinstance(rate, (int, float)) else True for rate in rates))
+        rates = [inside.get(name, 0) for inside, name in self._rates]
+        modes = [*map(_TRAINS, self._modes), *[ref().training for ref in self._scripted]]  # type: ignore[union-attr]
+        before, self._read = self._read, [*modes, *rates]
+        if len(before) != len(self._read) or not all(map(is_, before, self._read)):
+            # A tensor's value would have to be waited for.
+            self._now = (*modes, *(rate != 0 if isinstance(rate, (int, float)) else True for rate in rates))
+        return self._now

@@ -56,13 +56,22 @@ def batch_bytes(batch: Any) -> int:
     """
     if type(batch) is torch.Tensor and batch.layout is torch.strided and batch.is_contiguous():
         return batch.nbytes
+    tensors = batch_tensors(batch)
+    if all(map(_stands_alone, tensors)) and len(set(map(id, tensors))) == len(tensors):  # as a loader makes them
+        return sum([tensor.nbytes for tensor in tensors])
     sizes: dict[int, int] = {}
-    for tensor in batch_tensors(batch):
+    for tensor in tensors:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
             taken = min(storage.nbytes(), part.numel() * part.element_size())
             sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), taken)
     return sum(sizes.values())
+
+
+def _stands_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain and no other one has its storage: of two that share one, one is a view."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and tensor.is_contiguous() and not tensor._is_view()
 
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
