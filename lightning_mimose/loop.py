@@ -176,7 +176,12 @@ class Mimose:
             return loss.detach()
 
         try:
-            engine.begin_step(batch, zeroes_gradients=not accumulates, accumulates=accumulates)
+            engine.begin_step(
+                batch,
+                batch_idx=self._history.aggregates.steps,
+                zeroes_gradients=not accumulates,
+                accumulates=accumulates,
+            )
             loss = attempts.run(once)
             if update:
                 engine.before_update()

@@ -240,7 +240,8 @@ class _Calls:
         originals: dict[int, weakref.ref[torch.Tensor]] = {}
         if recorder is not None:
             if not self._verdict.tells_apart:
-                leaves[:], originals = recorder.inputs.of(leaves)
+                with session.counting_own():
+                    leaves[:], originals = recorder.inputs.of(leaves)
             survey: LeanSurvey | None = None
             if self._may_be_lean():
                 survey = LeanSurvey(self._sites, state.buffers(), leaves, state.parameters())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +25,9 @@ REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
 
 NextCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Told of a call of a unit before it runs: unit, arguments by position, and by name."""
+
+MOST_MODES = 16
+"""Of which it is remembered what was tried in them."""
 
 BYPASSED = "its parts are called without it"
 """Why a unit is left alone whose own forward is not called."""
@@ -79,6 +82,7 @@ class Session:
         spoiled: Units whose results were changed before they were saved, or that others held for longer than was seen.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
         news: Whether units were tried or left out since plans were last told of it.
+        own_nodes: How many of autograd's nodes were made in this step's forward that the model has not made.
     """
 
     armed: bool = False
@@ -123,7 +127,11 @@ class Session:
     spoiled: set[str] = field(default_factory=set)
     learning_steps: int = 0
     news: bool = False
+    own_nodes: int = 0
     _armed_besides: bool = False
+    _modes: Hashable = None
+    _tried: dict[Hashable, tuple[set[str], set[str]]] = field(default_factory=dict)
+    """Modes before the present ones -> what was not proven, and not tried, in them."""
 
     def enter(self, unit: str, *, lean: bool) -> None:
         """A unit is patched, of which nothing was tried yet; `lean` says whether it may be kept lean."""
@@ -138,6 +146,29 @@ class Session:
         self.untried |= {unit for unit, lean in self._units.items() if lean}
         self.news = True
 
+    def take_modes(self, modes: Hashable) -> bool:
+        """Modules are set like that: what was tried when they were set otherwise says nothing, but what was then does.
+
+        Args:
+            modes: How they are set.
+
+        Returns:
+            Whether they were set otherwise before.
+        """
+        before, self._modes = self._modes, modes
+        if before is modes or before is None or before == modes:
+            return False
+        if len(self._tried) > MOST_MODES:
+            self._tried.clear()
+        self._tried[before] = self.unproven, self.untried
+        self.unproven, self.untried = set(), set()
+        if modes in self._tried:
+            self.unproven, self.untried = self._tried.pop(modes)
+            self.news = True
+        else:
+            self.try_anew()
+        return True
+
     def arm(
         self,
         actions: dict[str, str],
@@ -147,7 +178,7 @@ class Session:
         """Put a plan in force until `disarm`; a step that keeps everything and records nothing needs no arming."""
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
         self.compared, self.watch, self.strangers, self.met, self.next_call = False, None, strangers, [], None
-        self.passed_by = False
+        self.passed_by, self.own_nodes = False, 0
         self.given.clear()
         self.returned.clear()
         self.actions = self.standing(actions)
@@ -231,9 +262,20 @@ class Session:
         self.actions = {**self.actions, name: RECOMPUTE}
         return RECOMPUTE
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Around what runs beside the step: it is no part of what is recorded."""
-        return nullcontext() if self.recorder is None else self.recorder.aside()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what runs beside the step: it is no part of what is recorded, nor of the step's operations."""
+        with self.counting_own(), nullcontext() if self.recorder is None else self.recorder.aside():
+            yield
+
+    @contextmanager
+    def counting_own(self) -> Iterator[None]:
+        """Around operations with gradients that are not the model's."""
+        before = torch._C._autograd._get_sequence_nr()
+        try:
+            yield
+        finally:
+            self.own_nodes += torch._C._autograd._get_sequence_nr() - before
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Never recompute some units; the parts of those that were to be recomputed in this step take their place."""

@@ -20,8 +20,7 @@ from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
-from lightning_mimose.predict.ample import Bounds
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.fit import USABLE_ERROR
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -59,9 +58,6 @@ class Advisor(Student):
         self._divisible: frozenset[str] = frozenset()
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
-        self._shelter_only: set[BatchSize] = set()
-        """Sizes for which a plan that was to be leaner than the shelter was not."""
-        self.bounds = Bounds()
         self.announce: Callable[[str], None] = log.info
         self._announced = False
         self._actions: dict[int, tuple[Plan, dict[str, str], frozenset[str]]] = {}
@@ -103,7 +99,7 @@ class Advisor(Student):
             if plan is None:
                 timeline = self.timeline_of(prediction, resident)
                 if not self._trusts(prediction, timeline):
-                    beyond = self._beyond_shelter(timeline) if size not in self._shelter_only else None
+                    beyond = self._beyond_shelter(timeline) if size not in self.estimator.shelter_only else None
                     if beyond is not None:
                         return Advice(beyond, None, False)
                     return self._unplanned(size, resident, timeline.peak_bytes({}))
@@ -153,7 +149,7 @@ class Advisor(Student):
 
     def _key(self, size: BatchSize) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
-        return size.dims, size.layout, self.resident
+        return size.dims, size.layout, self.resident, self.estimator.number
 
     def _known_size(self, size: BatchSize) -> tuple[BatchSize, Prediction | None]:
         """The size that a batch is planned as, and what is known of it: sizes that are nearly the same share a plan.
@@ -198,7 +194,7 @@ class Advisor(Student):
             resident: What is resident, the batch included.
             kept_bytes: What it is predicted to take if it is kept, for what that is worth.
         """
-        most = self.bounds.of(dict(size.dims))
+        most = self.estimator.bounds.of(dict(size.dims))
         if most is not None:
             most = max(max(resident.total_bytes, resident.update_bytes) + most, kept_bytes)
             if with_reserve(most) + self.misses.kept_free_bytes <= self.budget_bytes:
@@ -209,13 +205,7 @@ class Advisor(Student):
         """Learn what a plan reached that was to be leaner than the shelter."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
-            self._shelter_only.add(size)
-
-    def forget(self, known: Estimator | None = None, *, everywhere: bool = True) -> None:
-        """See `Student`."""
-        super().forget(known, everywhere=everywhere)
-        self._shelter_only.clear()
-        self.bounds = Bounds()
+            self.estimator.shelter_only.add(size)
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.
@@ -286,7 +276,7 @@ class Advisor(Student):
         size = self.size_of(batch_or_size)
         timeline, prediction = self._timeline_for(size)
         margin = self._margin_bytes(prediction, timeline, budget)
-        plan = self.planner.answer(size, self.menu(timeline), budget, margin)
+        plan = self.planner.answer(self._key(size), self.menu(timeline), budget, margin)
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)

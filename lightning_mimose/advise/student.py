@@ -12,8 +12,10 @@ from lightning_mimose.measure.trace import RNG_STATE_BYTES
 from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.kinds import Kinds
 from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.pace import CHANGED, operations_of
+from lightning_mimose.predict.postures import MOST_NEW, Posture
 from lightning_mimose.predict.rates import host_work
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
@@ -41,6 +43,11 @@ class Student(Forecast):
         """
         self.misses.fade()  # no planned step may be left to show that less will do
         self.estimator.add(dict(size.dims), observation.structure, observation.values, bare=bare)
+        self._forget_plans()
+
+    def unlearn(self, size: BatchSize) -> None:
+        """What was learnt of a size was no step of the kind that it was taken for."""
+        self.estimator.drop(size.dims)
         self._forget_plans()
 
     def verify(
@@ -76,6 +83,7 @@ class Student(Forecast):
             self._forget_plans()
             return
         self.misses.compare(predicted_bytes, measured_bytes)
+        self.estimator.verified += 1
         calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
@@ -180,22 +188,39 @@ class Student(Forecast):
         """
         if everywhere:
             self.postures.forget()
+            self.kinds, self._kinds = Kinds(), {}
         pace = self.estimator.pace.anew() if known is None else known.pace
         self.estimator = Estimator() if known is None else known
         self.estimator.pace = pace
         self.forgotten += 1
-        self._forget_plans()
+        if everywhere:  # else plans of other postures hold: each estimator has its own
+            self._forget_plans()
 
-    def take_posture(self, posture: tuple[bool, ...]) -> bool:
+    def foresee(self, modes: Posture, place: int) -> int:
+        """The kind of the step that begins, see `predict.kinds`; in each mode they are others.
+
+        Args:
+            modes: How modules are set.
+            place: The step's index in the epoch.
+        """
+        if modes is not self._modes:
+            self._modes = modes
+            if len(self._kinds) > MOST_NEW:
+                self._kinds.clear()
+            self.kinds = self._kinds.setdefault(modes, Kinds())
+        return self.kinds.foresee(place)
+
+    def take_posture(self, modes: Posture, kind: int) -> bool:
         """A step begins. What was learnt from steps in which modules were set otherwise says nothing of it.
 
         Args:
-            posture: How they are set, see `engine.posture`.
+            modes: How they are set, see `engine.posture`.
+            kind: Of which kind the step is, as far as is foreseen.
 
         Returns:
-            Whether they were never set like that, as far as is remembered.
+            Whether such a step was never met, as far as is remembered.
         """
-        changed, known = self.postures.take(posture, self.estimator)
+        changed, known = self.postures.take((*modes, kind) if kind else modes, self.estimator)
         if changed:
             self.forget(known, everywhere=False)
         return changed and known is None
@@ -231,14 +256,15 @@ class Student(Forecast):
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
+        posture, estimator = self.postures.usual(self.estimator)
         return {
             "version": STATE_VERSION,
             "fingerprint": self.fingerprint,
             "tracker": self.tracker.state_dict(),
-            "estimator": self.estimator.state_dict(),
+            "estimator": estimator.state_dict(),
             "surplus_bytes": self.misses.surplus_bytes,
             "penalties": self.penalties.state_dict(),
-            "posture": self.postures.state_dict(),
+            "posture": posture,
             "refused": dict(self.refused),
         }
 

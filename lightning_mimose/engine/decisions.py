@@ -74,7 +74,8 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
         self._posture = Posture(model)
-        self._tries_anew = False
+        self._told: set[int] = set()
+        """Kinds of step that the user was told of."""
         self._others = others
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
@@ -118,9 +119,9 @@ class Decisions:
                 advisor.misses.trained_anew()
                 self._posture.look()
                 self.reserve(ledger.optimizers)
-        if self._take_posture(self._posture.expected(), batch_idx, epoch) or self._tries_anew:
-            self._tries_anew = False
-            self._session.try_anew()
+        modes = self._posture.expected()
+        kind = advisor.foresee(modes, batch_idx)
+        self._take_posture(modes, kind, batch_idx, epoch)
         data = batch_bytes(batch)
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
         lasting = ledger.lasting_bytes() + data + reckoned
@@ -144,6 +145,7 @@ class Decisions:
             unfilled_bytes=ledger.unfilled_bytes(),
             undecided=size is None,
             spare_bytes=reckoned - others,
+            kind=kind,
         )
         if size is not None:
             self.settle(step, size)
@@ -151,23 +153,30 @@ class Decisions:
 
     def turns(self, step: Step) -> bool:
         """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
-        turned = self._posture.turned()
-        if turned and self._take_posture(self._posture.now(), step.batch_idx, step.epoch):
-            if self.agreement is None:
-                self._session.try_anew()
-            else:  # this step's plan stays in force
-                self._tries_anew = True
-        return turned
+        turned = self._posture.turned() and self._advisor.postures.follows
+        if not turned:
+            return False
+        modes = self._posture.now()
+        step.kind = self._advisor.foresee(modes, step.batch_idx)
+        self._take_posture(modes, step.kind, step.batch_idx, step.epoch)
+        return True
 
-    def _take_posture(self, posture: tuple[bool, ...], batch_idx: int, epoch: int) -> bool:
-        """Returns whether modules were never set like that."""
-        is_new = self._advisor.take_posture(posture)
-        if is_new:
+    def _take_posture(self, modes: tuple[bool, ...], kind: int, batch_idx: int, epoch: int) -> None:
+        """Take up what is known of steps in which modules are set like that, of the kind that is foreseen."""
+        is_new, switched = self._advisor.take_posture(modes, kind), False
+        if self._advisor.postures.follows:
+            switched = self._session.take_modes(modes)
+        if is_new and switched:
             self._advisor.announce(
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
                 f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"
             )
-        return is_new
+        elif is_new and kind not in self._told:
+            self._told.add(kind)
+            self._advisor.announce(
+                f"mimose: before batch {batch_idx} of epoch {epoch} a forward had other operations than most (a loss "
+                "that is added in some steps?): what such steps take is learnt for itself"
+            )
 
     def settle(self, step: Step, size: BatchSize | None) -> None:
         """Decide about a step whose size is known by now; None: it runs sheltered, for it cannot be.

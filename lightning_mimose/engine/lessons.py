@@ -29,8 +29,6 @@ from lightning_mimose.sizes import BatchSize
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
-MOST_RENEWALS = 2
-"""How often all is learnt anew for a forward that has other operations: a loss may be another in every tenth step."""
 TIMED_STEPS = 20
 """Steps on an accelerator that are timed at first, of those that are not measured unit by unit."""
 VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
@@ -73,26 +71,35 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
-        self._renewals, self.renews = 0, False
+        self.renews = False
 
     @property
     def verified(self) -> int:
-        """Planned steps in a row whose prediction held, more or less."""
-        return self._advisor.misses.verified
+        """Planned steps in a row whose prediction held, more or less; no more than there were of this mode and kind."""
+        return min(self._advisor.misses.verified, self._advisor.estimator.verified)
 
     @property
     def forgotten(self) -> int:
         """How many times all that was measured was forgotten, or older knowledge taken up."""
         return self._advisor.forgotten
 
-    def doubt(self) -> None:
-        """A planned step's forward had other operations than all before it: predictions may be none any more."""
-        self._advisor.misses.verified = 0  # the next are held against theirs
-        if self._renewals < MOST_RENEWALS:
-            self._renewals += 1
+    def of_kind(self, step: Step, count: int) -> None:
+        """A step's forward is over: learn of which kind it was.
+
+        Args:
+            step: The step.
+            count: How many operations with gradients it had.
+        """
+        seen = self._advisor.kinds.saw(step.batch_idx, step.size, count)
+        step.strange = seen.kind not in (None, step.kind)
+        if seen.doubts and not step.sheltered:
+            self._advisor.misses.verified = 0  # the next are held against theirs
+        for size in seen.mixed:
+            self._advisor.unlearn(size)
+        if seen.renews:
             self.renews = True
             self._advisor.announce(
-                "mimose: a forward had other operations than those before it: what steps take is learnt anew"
+                "mimose: forwards had different operations, so what was learnt of steps is learnt anew"
             )
 
     def begin_lap(self, *, anyway: bool) -> Any:
@@ -195,6 +202,7 @@ class Lessons:
         if not isinstance(step.recorder, PeakRecorder) or step.recorder.began is None:
             return
         usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
+        usual &= not step.strange
         if usual and step.in_backward:
             self._laps.end(step.recorder.began, (step.size, dict(step.actions)))
         for (size, actions), seconds, host_seconds in self._laps.over():
@@ -239,20 +247,26 @@ class Lessons:
         clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
+        clean &= not step.strange
         if plan is not None and predicted is not None and exact and clean and whole:
             # The prediction covers the whole step, of which the update is still to come.
             reached = max(peak, step.resident.update_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
-            advisor.bounds.refute()
+            advisor.estimator.bounds.refute()
         elif plan is not None and predicted is None and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True
             known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
             unknown = "the leanest plan for a size that is not known well yet."
-            if step.mixed:
+            if step.strange:
+                known = unknown = (
+                    "a plan for steps without all of its operations (a loss that is added in some steps?). Where such "
+                    "steps come in a pattern, they are planned by what they take themselves from now on."
+                )
+            elif step.mixed:
                 unknown = "a plan for less than the model was called with in the end: only the last units recomputed."
             elif step.advice.bounded:
                 unknown = (
@@ -282,11 +296,11 @@ class Lessons:
                 "where the budget has ample room for all of it.",
                 stacklevel=5,
             )
-        if step.begun_late:
-            return  # some of it had been there before the meter ran
+        if step.begun_late or step.strange:
+            return  # some of it had been there before the meter ran; or it says nothing of what it was taken for
         made_state = self._made_state(step)
         if not (step.undecided or step.retried or made_state):
-            self._advisor.bounds.add(dict(step.size.dims), trace.kept_bytes)
+            self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             return
         if step.retried or made_state:

@@ -50,7 +50,7 @@ class Metering:
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
         self._due = LEARNING_STEPS
-        self._nodes, self._nodes_since = Nodes(), 0
+        self._nodes = Nodes()
 
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
@@ -137,9 +137,7 @@ class Metering:
             self._start(step)
         if not step.sheltered:
             self._follow_inputs(step)
-            if self._nodes_since != self._lessons.forgotten:  # a mode of its own, or other layers that are trained
-                self._nodes_since, self._nodes = self._lessons.forgotten, Nodes()
-            self._nodes.begin()
+        self._nodes.begin()
 
     def _start(self, step: Step) -> None:
         assert step.recorder is not None
@@ -168,10 +166,10 @@ class Metering:
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
-        # Trials, and parts of a batch, have operations of their own.
-        counts = not (step.sheltered or step.updating or self._session.compared or self._session.splits)
-        if counts and self._nodes.differ(step.size):
-            self._lessons.doubt()
+        session, count = self._session, self._nodes.end(self._session.own_nodes)
+        # Parts of a batch have operations of their own, and so have units that run again in a backward in mid-forward.
+        if not (count is None or step.updating or step.retried or session.splits or session.latest):
+            self._lessons.of_kind(step, count)
         if self._session.watch is not None:
             step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
             self._session.watch = None

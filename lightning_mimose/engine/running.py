@@ -209,7 +209,7 @@ class Running:
             self._advisor.different = dict(session.different)
             self._advisor.spoiled = frozenset(session.spoiled)
             self._advisor.forget()
-        elif self._lessons.renews:
+        elif self._lessons.renews:  # not in mid-step: what its plan was made by is to judge it
             self._lessons.renews = False
             self._advisor.forget(everywhere=False)
 
@@ -239,7 +239,7 @@ class Running:
         if leaner and not session.compared:  # a trial beside the step was not what had been planned
             advisor.learn_out_of_memory(step.advice.predicted_peak_bytes, failed)
             if step.advice.bounded:
-                advisor.bounds.refute()
+                advisor.estimator.bounds.refute()
         step.advice = Advice(None, None, False)
         if leaner and not step.undecided:
             step.advice = advisor.most_saving(step.size, step.resident)

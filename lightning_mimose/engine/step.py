@@ -51,6 +51,8 @@ class Step:
         begun_late: Whether its meter began to run when its first unit was called.
         mixed: Whether its size turned out to be larger when some units had run: only the others were sheltered.
         spare_bytes: Part of what counts as resident for as long as it is planned: others on the device may take it.
+        kind: Of which kind it was taken to be, see `predict.kinds`.
+        strange: Whether it turned out to be of another.
     """
 
     size: BatchSize
@@ -83,6 +85,8 @@ class Step:
     begun_late: bool = False
     mixed: bool = False
     spare_bytes: int = 0
+    kind: int = 0
+    strange: bool = False
 
     @property
     def sheltered(self) -> bool:

@@ -105,7 +105,7 @@ def learn(
     )
     engine = Engine(model, budget=1.0, units=units, actions=actions, planner="exact", device=where)
     pupil = engine.advisor.estimator = _Pupil()
-    engine.advisor.bounds.refute()  # every size is measured, however ample the budget
+    engine.advisor.estimator.bounds.refute()  # every size is measured, however ample the budget
     engine.watch([optim])
     engine.attach()
     try:

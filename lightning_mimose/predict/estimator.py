@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
@@ -24,6 +26,7 @@ from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.rates import Rates, overlapped
 from lightning_mimose.predict.structure import Structure
+from lightning_mimose.sizes import BatchSize
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +54,27 @@ class Prediction:
     others: tuple[Prediction, ...] = ()
 
 
+_NUMBERS = count()
+
+
 class Estimator:
     """Learns from observed steps; predicts others.
+
+    Attributes:
+        number: Its own: plans that are made by it are none of another's.
+        bounds: What steps take at most that no fit describes.
+        shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
+        verified: Planned steps that were held against its predictions.
 
     Args:
         patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
     """
 
     def __init__(self, patience: int = 5) -> None:
+        self.number = next(_NUMBERS)
+        self.bounds = Bounds()
+        self.shelter_only: set[BatchSize] = set()
+        self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
         self._patience = patience
@@ -104,11 +120,16 @@ class Estimator:
         key = tuple(sorted(dims))
         if key != self.observed.bare:
             return False
+        self.drop(key)
+        return True
+
+    def drop(self, dims: Iterable[tuple[str, int]]) -> None:
+        """Forget what was measured of a size."""
+        key = tuple(sorted(dims))
         self.observed.drop(key)
         self._measured_since.discard(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
-        return True
 
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_mimose.predict.estimator import Estimator
 
-Posture = tuple[bool, ...]
+Posture = tuple[int, ...]
 KNOWN = 4
 """Postures whose steps are remembered, the present one included."""
 MOST_NEW = 16
@@ -41,6 +41,8 @@ class Postures:
         self.now: Posture | None = None
         self._others: dict[Posture, Estimator] = {}
         self._new = 0
+        self._steps: dict[Posture, int] = {}
+        self._steps_now = 0
 
     @property
     def follows(self) -> bool:
@@ -55,25 +57,41 @@ class Postures:
             learnt: What was learnt in the posture before.
         """
         before, self.now = self.now, posture
-        if before is None or before == posture or not self.follows:
+        self._steps_now += 1
+        if before is posture or before is None or before == posture or not self.follows:
             return Taken(changed=False)
+        if len(self._steps) > MOST_NEW:
+            self._steps.clear()
+        self._steps[before] = self._steps.get(before, 0) + self._steps_now - 1
+        self._steps_now = 1
         if len(learnt):
             self._others[before] = learnt
         known = self._others.pop(posture, None)
-        self._new += known is None
+        self._new += posture not in self._steps
         if len(self._others) >= KNOWN:
             del self._others[next(iter(self._others))]
         return Taken(True, known)
 
     def forget(self) -> None:
         """What was learnt holds in no posture any more."""
+        self.now = None
         self._others.clear()
+        self._steps.clear()
+        self._steps_now = 0
 
-    def state_dict(self) -> str:
-        """How modules are set, as plain data."""
-        return "".join("01"[each] for each in self.now or ())
+    def usual(self, learnt: Estimator) -> tuple[str, Estimator]:
+        """The posture of most steps, as plain data, and what was learnt in it: what a state has room for.
+
+        Args:
+            learnt: What was learnt in the present one.
+        """
+        now = () if self.now is None else self.now
+        steps, known = dict(self._steps), {**self._others, now: learnt}
+        steps[now] = steps.get(now, 0) + self._steps_now
+        posture = max(known, key=lambda each: steps.get(each, 0))
+        return "".join(str(int(each)) for each in posture), known[posture]
 
     def load_state_dict(self, state: str) -> None:
         """They were set like that when what is known was learnt; of an older state nobody knows."""
-        self.now = tuple(each == "1" for each in state) or None
+        self.now = tuple(int(each) for each in state) or None
         self._others.clear()

@@ -173,3 +173,49 @@ def test_a_loss_that_becomes_another_breaks_the_budget_once_at_most() -> None:
     assert not records[SWITCH].sheltered
     assert records[SWITCH + 1].sheltered
     assert any(record.actions and not record.sheltered for record in records[SWITCH + 2 :])
+
+
+EVERY = 6
+
+
+def now_and_then(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+    """In every sixth step beside another loss, of all pairs of tokens and words: outside of any unit."""
+    return and_another(model, batch, SWITCH if number % EVERY == 3 else 0)
+
+
+def twice(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
+    """In every sixth step the model runs once more, and both have to be alike."""
+    if number % EVERY != 3:
+        return as_it_comes(model, batch, number)
+    one, other = model(**batch), model(**batch)
+    loss: torch.Tensor = one.loss + (one.loss - other.loss).square()
+    return loss
+
+
+def of_seven_lengths() -> list[Any]:
+    """One more than there are steps to a period: all come with either loss, the extremes of them soon."""
+    return [text_batch(4, (80, 48, 64, 76, 72, 56, 68)[number % 7], number) for number in range(12 * EVERY)]
+
+
+@pytest.mark.filterwarnings("ignore:.*a plan for steps without all of its operations:UserWarning")
+@pytest.mark.parametrize("loss_of", [now_and_then, twice])
+def test_a_loss_that_is_added_in_every_so_many_th_step_is_foreseen(
+    loss_of: Callable[[nn.Module, Any, int], torch.Tensor],
+) -> None:
+    """After its second time; what such steps take is learnt apart, and the others go on as they were planned."""
+    make = partial(TinyText, layers=3)
+    peaks, weights, _ = train(make, of_seven_lengths(), loss_of, nothing)
+    resident = sum(each.nbytes for each in weights.values())
+    usual = max(peak for number, peak in enumerate(peaks) if number % EVERY != 3)
+    budget = int(resident + 0.75 * (usual - resident))
+    ours, same, records = train(make, of_seven_lengths(), loss_of, nothing, budget)
+    assert all(torch.equal(same[name], value) for name, value in weights.items())
+    assert {number for number, peak in enumerate(ours) if peak > budget} <= {3, 3 + EVERY}
+    rare = [record for record in records if record.step % EVERY == 3]
+    others = [record for record in records if record.step % EVERY != 3]
+    assert any(record.actions and not record.sheltered for record in rare[-4:])
+    # What had run twice is no part of what the others do: they are learnt anew, once.
+    assert sum(record.sheltered for record in others) <= (LEARNING if loss_of is now_and_then else 2 * LEARNING)
+    for record in records:
+        if record.predicted_peak_bytes and record.step > 3 + EVERY:
+            assert record.predicted_peak_bytes == pytest.approx(ours[record.step], rel=0.01)

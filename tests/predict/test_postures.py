@@ -73,8 +73,30 @@ def test_state_says_how_modules_were_set() -> None:
     """A run that goes on with them set otherwise learns anew; one from an older state takes it as it comes."""
     postures, other, older = Postures(), Postures(), Postures()
     postures.take((True, False, True), Estimator())
-    other.load_state_dict(postures.state_dict())
+    other.load_state_dict(postures.usual(Estimator())[0])
     assert other.now == (True, False, True)
     assert other.take(TRAIN, Estimator()).changed
     older.load_state_dict("")
     assert not older.take(TRAIN, Estimator()).changed
+
+
+def test_a_state_is_of_the_posture_of_most_steps() -> None:
+    """It may be saved in a step of another one; where that is all that was learnt, that is it."""
+    postures, usual, rare = Postures(), learnt(), learnt()
+    assert postures.usual(usual) == ("", usual)
+    for _ in range(5):
+        postures.take(TRAIN, usual)
+    postures.take((*TRAIN, 2), usual)
+    assert postures.usual(rare) == ("11", usual)
+    assert postures.take(TRAIN, rare).known is usual
+    postures.forget()
+    postures.take((*TRAIN, 2), Estimator())
+    assert postures.usual(rare) == ("112", rare)
+
+
+def test_a_posture_that_teaches_nothing_is_new_only_once() -> None:
+    """As one that was foreseen and did not come."""
+    postures, usual = Postures(), learnt()
+    for step in range(8 * MOST_NEW):
+        postures.take((*TRAIN, step % 2), usual if step % 2 == 0 else Estimator())
+    assert postures.follows

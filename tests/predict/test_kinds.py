@@ -1,0 +1,172 @@
+"""Kinds of step, and in which steps they come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mimose.predict.kinds import MOST_COUNTS, MOST_KINDS, MOST_SIZES, STEADY, Kinds
+
+CountOf = Callable[[int, int, int], int]
+"""Step, place in the epoch and size -> how many operations it has."""
+MANY = 1_000_000
+
+
+def over(sizes: int, step: int) -> int:
+    """One size after the other."""
+    return step % sizes
+
+
+def followed(
+    count_of: CountOf, steps: int = 200, epoch: int = MANY, size_of: Callable[[int], int] = lambda step: step * 7 % 61
+) -> tuple[list[int], list[int], list[int], Kinds]:
+    """Steps that turned out to be of another kind than was foreseen, those after which all is learnt anew, and doubts.
+
+    Args:
+        count_of: See `CountOf`.
+        steps: How many there are.
+        epoch: How many of them are one.
+        size_of: Step -> size.
+    """
+    kinds, strange, renewed, doubted = Kinds(), list[int](), list[int](), list[int]()
+    for step in range(steps):
+        place, size = step % epoch, size_of(step)
+        foreseen = kinds.foresee(place)
+        seen = kinds.saw(place, size, count_of(step, place, size))
+        strange += [step] if seen.kind not in (None, foreseen) else []
+        renewed += [step] if seen.renews else []
+        doubted += [step] if seen.doubts else []
+    return strange, renewed, doubted, kinds
+
+
+@given(every=st.integers(2, 40), first=st.integers(0, 40))
+def test_what_comes_in_every_so_many_th_step_is_foreseen_from_its_third_time_on(every: int, first: int) -> None:
+    """Which of them comes less often is not known before the first few."""
+    for sizes in (1, 5, 61):
+        strange, renewed, _, _ = followed(
+            lambda step, *_: 90 if step % every == first % every else 70,
+            size_of=lambda step, sizes=sizes: step * 7 % sizes,  # type: ignore[misc]
+        )
+        times = [step for step in range(200) if step % every == first % every][:2]
+        assert set(strange) <= {*times, times[0] + 1, *(range(2 * STEADY) if every < STEADY else ())}
+        assert len(renewed) <= 1
+
+
+@pytest.mark.parametrize("where", [0, 10, 24])
+def test_one_step_of_every_epoch_is_foreseen(where: int) -> None:
+    """The first, or the last that logs something."""
+    strange, _, _, _ = followed(lambda _, place, __: 90 if place == where else 70, epoch=25)
+    assert set(strange) <= {where, where + 1, where + 25}
+
+
+def test_what_goes_by_the_place_in_an_epoch_and_what_goes_by_the_step_are_told_apart() -> None:
+    """Epochs are no whole number of periods: which of the two it is shows in the third."""
+    for count_of in (
+        lambda step, place, _: 90 if step % 10 == 9 else 70,
+        lambda step, place, _: 90 if place % 10 == 9 else 70,
+    ):
+        strange, _, _, _ = followed(count_of, 400, epoch=45)
+        assert [step for step in strange if step >= 100] == []
+
+
+def test_another_loss_from_some_step_on_is_strange_once() -> None:
+    """Whatever the sizes, as long as they do not decide; and a few times when it is gone."""
+    for sizes in (1, 5, 19):
+        size_of = partial(over, sizes)
+        assert followed(lambda step, *_: 70 if step < 20 else 90, size_of=size_of)[:2] == ([20], [])
+        strange, *_ = followed(lambda step, *_: 70 if not 20 <= step < 60 else 90, size_of=size_of)
+        assert len(strange) <= 3
+
+
+def test_another_number_at_new_sizes_is_doubted_and_may_go_by_the_size() -> None:
+    """As where batches of some lengths are padded: that is no kind of step."""
+    strange, renewed, doubted, kinds = followed(
+        lambda _, __, size: 70 if size < 20 else 73, 60, size_of=lambda step: step
+    )
+    assert (strange, renewed, doubted) == ([], [], [20])
+    assert kinds.foresee(60) == 0
+    for every in (2, 4, 16):
+        chance = random.Random(every)
+        strange, renewed, _, _ = followed(
+            lambda _, __, size, every=every: 70 + 3 * (size % every > 0),  # type: ignore[misc]
+            400,
+            size_of=lambda _, chance=chance: chance.randrange(400),  # type: ignore[misc]
+        )
+        assert len(strange) <= 8
+        assert not renewed
+
+
+def test_kinds_that_come_together_are_three_kinds() -> None:
+    """A loss in every fourth step and another one in every sixteenth."""
+    strange, *_ = followed(lambda step, *_: 70 + 20 * (step % 4 == 0) + 7 * (step % 16 == 0), 400)
+    assert [step for step in strange if step > 48] == []
+
+
+def test_what_comes_by_chance_is_doubted_and_soon_no_more_foreseen() -> None:
+    """A false guess costs a step."""
+    chance = random.Random(0)
+    strange, renewed, doubted, _ = followed(lambda *_: 90 if chance.random() < 0.1 else 70, 400)
+    assert len(strange) < 12
+    assert not renewed
+    assert doubted
+    assert doubted[-1] > 350
+
+
+def test_layers_that_are_left_out_by_chance_are_not_followed_for_long() -> None:
+    """Their number of operations is one of a few."""
+    for sizes in (61, 1):
+        chance = random.Random(1)
+        strange, renewed, _, _ = followed(
+            lambda *_, chance=chance: 70 - 9 * sum(chance.random() < 0.1 for _ in range(6)),  # type: ignore[misc]
+            400,
+            size_of=lambda step, sizes=sizes: step * 7 % sizes,  # type: ignore[misc]
+        )
+        assert len(strange) < 24
+        assert [step for step in strange if step > 300] == []
+        assert len(renewed) <= 2
+
+
+def test_a_loop_over_what_a_batch_holds_tells_nothing() -> None:
+    """Its number goes by the size, or by chance."""
+    assert followed(lambda _, __, size: 2 + size)[:3] == ([], [], [])
+    assert followed(lambda _, __, size: 2 + size, size_of=lambda step: step % 5)[:3] == ([], [], [])
+    chance = random.Random(0)
+    *_, kinds = followed(lambda *_: chance.randint(1, 1000))
+    assert not kinds.follows
+
+
+def test_where_it_goes_by_the_size_another_one_of_the_same_size_is_told() -> None:
+    """But only so often, for it may be chance."""
+    _, renewed, doubted, _ = followed(lambda step, _, size: size + 9 * (step > 30), size_of=lambda step: step % 4)
+    assert renewed == doubted == [31]
+    _, renewed, _, _ = followed(lambda step, _, size: size + 100 * step, 30, size_of=lambda step: step % 4)
+    assert len(renewed) <= 2
+
+
+def test_if_the_first_step_is_of_the_rarer_kind_what_it_taught_is_none_of_the_others() -> None:
+    """A loss in every tenth step, from the first one on."""
+    kinds = Kinds()
+    seen = [kinds.saw(step, step, 90 if step % 10 == 0 else 70) for step in range(12)]
+    assert [step for step, each in enumerate(seen) if each.mixed] == [2]
+    assert seen[2].mixed == {0}
+
+
+def test_what_was_learnt_of_a_kind_before_it_was_known_is_named() -> None:
+    """Its sizes, but for the latest, of which nothing is learnt."""
+    kinds = Kinds()
+    seen = [kinds.saw(step, step % 4, 90 if step in (3, 9) else 70) for step in range(10)]
+    assert [step for step, each in enumerate(seen) if each.mixed] == [9]
+    assert seen[9].mixed == {3}
+
+
+def test_it_does_not_remember_more_and_more() -> None:
+    """Of ever new sizes and numbers."""
+    for count_of in (lambda step, *_: step, lambda step, *_: step % (2 * MOST_KINDS), lambda *_: 1):
+        *_, kinds = followed(count_of, 3 * MOST_SIZES, size_of=lambda step: step)
+        assert len(kinds._counts) <= MOST_COUNTS + 1
+        assert len(kinds._sizes) <= MOST_SIZES
