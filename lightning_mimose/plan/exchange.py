@@ -122,11 +122,10 @@ class Search:
         taken = np.zeros_like(self._taken)
         taken[pick[pick >= 0]] = True
         out, into = np.flatnonzero(self._taken & ~taken), np.flatnonzero(taken & ~self._taken)
-        relief = self.timeline.relief_bytes
         if len(out):
-            self._bare += relief[out].sum(axis=0)
+            self._bare += self.timeline.relieved_bytes(out)
         if len(into):
-            self._bare -= relief[into].sum(axis=0)
+            self._bare -= self.timeline.relieved_bytes(into)
         self.pick, self._taken = pick, taken
 
     def level(self) -> NDArray[np.int64]:
