@@ -106,11 +106,17 @@ class Search:
         self._taken = np.zeros(len(timeline.options), dtype=np.bool_)
         self._bare: NDArray[np.int64] = timeline.base_bytes.astype(np.int64)
         self._ranks = [np.array(hold.holders, dtype=np.intp) for hold in timeline.shared]
+        self._masks = [hold.mask[:, :0] for hold in timeline.shared]
+        """The masks of the holds at the active positions."""
+        self._held: list[int] | None = None
+        """The first row of every hold that the pick has taken, -1 for none; and below the level: made when needed."""
+        self._level: NDArray[np.int64] | None = None
 
     def watch(self, positions: Sequence[int]) -> None:
         """Make these positions the active ones."""
         self.active = list(positions)
         self.gains = self.timeline.relief_bytes[:, self.active].astype(np.float64)
+        self._masks = [hold.mask[:, self.active] for hold in self.timeline.shared]
 
     @property
     def seconds(self) -> float:
@@ -122,21 +128,27 @@ class Search:
         taken = np.zeros_like(self._taken)
         taken[pick[pick >= 0]] = True
         out, into = np.flatnonzero(self._taken & ~taken), np.flatnonzero(taken & ~self._taken)
-        relief = self.timeline.relief_bytes
         if len(out):
-            self._bare += relief[out].sum(axis=0)
+            self._bare += self.timeline.relieved_bytes(out)
         if len(into):
-            self._bare -= relief[into].sum(axis=0)
+            self._bare -= self.timeline.relieved_bytes(into)
         self.pick, self._taken = pick, taken
+        self._held = self._level = None
+
+    def _first_held(self) -> list[int]:
+        if self._held is None:
+            taken = (self._taken[ranks] for ranks in self._ranks)
+            self._held = [int(each.argmax()) if each.any() else -1 for each in taken]
+        return self._held
 
     def level(self) -> NDArray[np.int64]:
         """Live bytes at every position under the pick, holds included."""
-        level = self._bare
-        for hold, ranks in zip(self.timeline.shared, self._ranks, strict=True):
-            held = np.flatnonzero(self._taken[ranks])
-            if len(held):
-                level = level + hold.size_bytes * hold.mask[held[0]]
-        return level
+        if self._level is None:
+            self._level = self._bare.copy()
+            for hold, first in zip(self.timeline.shared, self._first_held(), strict=True):
+                if first >= 0:
+                    np.add(self._level, hold.size_bytes, out=self._level, where=hold.mask[first])
+        return self._level
 
     def activate(self, level: NDArray[np.int64] | NDArray[np.float64] | None = None) -> bool:
         """Make the worst violated position active that is not yet; False when there is none."""
@@ -149,6 +161,7 @@ class Search:
         self.active.append(position)
         column = self.timeline.relief_bytes[:, position].astype(np.float64)
         self.gains = np.column_stack([self.gains, column])
+        self._masks = [hold.mask[:, self.active] for hold in self.timeline.shared]
         return True
 
     def slack(self) -> Floats:
@@ -161,12 +174,9 @@ class Search:
         if not self.timeline.shared:
             return self.gains
         relief: Floats = self.gains.copy()
-        for hold, ranks in zip(self.timeline.shared, self._ranks, strict=True):
-            mask = hold.mask[:, self.active]
-            held = np.flatnonzero(self._taken[ranks])
-            if len(held):
-                mask = mask & ~mask[held[0]]
-            relief[ranks] -= hold.size_bytes * mask
+        holds = zip(self.timeline.shared, self._ranks, self._masks, self._first_held(), strict=True)
+        for hold, ranks, mask, first in holds:
+            relief[ranks] -= hold.size_bytes * (mask & ~mask[first] if first >= 0 else mask)
         return relief
 
     def moves(self, splits: Splits = NO_SPLITS) -> Moves:

@@ -87,8 +87,16 @@ def solve(timeline: Timeline, budget_bytes: int, until: float = np.inf) -> Found
             if not any(np.array_equal(pick, known) for known in starts):
                 starts.append(pick)
         repaired: list[tuple[float, int, Ints]] = []
-        for start in starts[: 2 if large else None]:
+        all_fit = True
+        for tried, start in enumerate(starts):
+            # Of a large problem's only two, but one that does not fit yet: what fits at once may do far too much.
+            if large and tried > 1 and not all_fit:
+                break
             search.take(start)
+            fits = not (search.level() > budget_bytes).any()
+            if large and tried > 1 and fits:
+                continue
+            all_fit &= fits
             if search.repair():
                 repaired.append((search.seconds, len(repaired), search.pick))
         for seconds, _, pick in sorted(repaired, key=lambda entry: entry[:2]):

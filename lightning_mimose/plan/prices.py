@@ -68,6 +68,7 @@ def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float 
     best_bound, best_prices, best_at = -np.inf, prices, 0
     near: list[tuple[float, int, Ints]] = []
     step, direction = 1.0, np.zeros(len(prices))
+    looked_at: set[bytes] = set()
     for count in range(STEPS):
         bound, pick = structure.cheapest(cost - gains @ prices)
         bound += float(prices @ missing)
@@ -81,13 +82,15 @@ def price(search: Search, charge: NDArray[np.int64], banned: Ints, upper: float 
                 break
         excess = float(np.maximum(short / np.maximum(np.abs(missing), 1.0), 0.0).max())
         near.append((excess, count, pick))
-        if count % 4 == 0 or excess < 0.02:
+        if (count % 4 == 0 or excess < 0.02) and pick.tobytes() not in looked_at:
             search.take(pick)
             if search.activate(search._bare + charge):
                 missing, gains = need(), search.gains
                 short = missing - gains[chosen].sum(axis=0)
                 prices, best_prices = np.append(prices, 0.0), np.append(best_prices, 0.0)
                 direction = np.append(direction, 0.0)
+            else:  # nor will there be: where many units are alike, two picks take turns
+                looked_at.add(pick.tobytes())
         value = float(cost[chosen].sum())
         if excess <= 0 and bool((short <= 0).all()):
             upper = min(upper, value)

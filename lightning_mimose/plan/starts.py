@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from threading import Lock
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ KNOWN = 64
 
 NEAREST = 3
 """Of them, how many are started from."""
+
+FITTED_SECONDS = 1.5e-3
+"""After so long no further start is made to fit: the nearest ones come first, and a search may have to follow."""
 
 ROUNDS = 4
 """The most exchanges that follow."""
@@ -124,8 +128,10 @@ class Starts:
         search = Search(timeline, Structure.of(timeline), budget_bytes)
         search.watch(starts[0].active)
         best: Ints | None = None
-        seconds = np.inf
+        seconds, until = np.inf, perf_counter() + FITTED_SECONDS
         for start in starts:
+            if best is not None and perf_counter() > until:
+                break
             search.take(start.pick(timeline))
             if search.seconds < seconds and search.repair() and search.seconds < seconds:
                 best, seconds = search.pick, search.seconds

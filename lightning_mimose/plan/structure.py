@@ -199,10 +199,12 @@ Incumbent = Plan | Mapping[str, str]
 
 def plan_of(timeline: Timeline, chosen: Ints) -> Plan:
     """The plan that takes the options `chosen`, with the peak and the time that the timeline predicts for it."""
+    chosen = np.sort(chosen)
     actions = dict.fromkeys(timeline.units, KEEP)
-    actions.update((timeline.units[option.unit], option.action) for option in (timeline.options[i] for i in chosen))
-    peak = int(timeline.level_bytes(np.sort(chosen)).max(initial=0))
-    return Plan.of(actions, predicted_peak_bytes=peak, added_seconds=timeline.added_seconds(actions))
+    options = (timeline.options[i] for i in chosen.tolist())
+    actions.update((timeline.units[option.unit], option.action) for option in options)
+    peak = int(timeline.level_bytes(chosen).max(initial=0))
+    return Plan.of(actions, predicted_peak_bytes=peak, added_seconds=timeline.seconds_of(chosen))
 
 
 def best_incumbent(

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from lightning_mimose.menu import KEEP
 
+BLOCK = 1 << 15
+"""Numbers that are added up at a time: a copy of hundreds of rows takes longer to be made room for than to be read."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -127,9 +130,17 @@ class Timeline:
         picked = [self.option_index[unit, action] for unit, action in actions.items() if action != KEEP]
         return np.array(sorted(picked), dtype=np.intp)
 
+    def relieved_bytes(self, chosen: NDArray[np.intp]) -> NDArray[np.int64]:
+        """What the options `chosen` relieve together at every position, shape (positions,); holds left aside."""
+        rows = max(1, BLOCK // self.relief_bytes.shape[1])
+        total: NDArray[np.int64] = self.relief_bytes[chosen[:rows]].sum(axis=0)
+        for start in range(rows, len(chosen), rows):
+            total += self.relief_bytes[chosen[start : start + rows]].sum(axis=0)
+        return total
+
     def level_bytes(self, chosen: NDArray[np.intp]) -> NDArray[np.int64]:
         """Live bytes at every position (shape (positions,)) when the options `chosen` are taken."""
-        level: NDArray[np.int64] = self.base_bytes - self.relief_bytes[chosen].sum(axis=0)
+        level: NDArray[np.int64] = self.base_bytes - self.relieved_bytes(chosen)
         if self.shared:
             taken = set(chosen.tolist())
             for hold in self.shared:
@@ -149,4 +160,8 @@ class Timeline:
 
     def added_seconds(self, actions: Mapping[str, str]) -> float:
         """What the plan adds to the step's time."""
-        return float(sum(self.options[i].added_seconds for i in self.chosen(actions)))
+        return self.seconds_of(self.chosen(actions))
+
+    def seconds_of(self, chosen: NDArray[np.intp]) -> float:
+        """What the options `chosen`, in ascending order, add to the step's time."""
+        return float(sum(self.options[i].added_seconds for i in chosen.tolist()))

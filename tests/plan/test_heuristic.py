@@ -117,6 +117,24 @@ def test_hundreds_of_units() -> None:
     assert plan.added_seconds <= 1.02 * bound
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.65, 0.7, 0.8])
+def test_no_more_of_hundreds_of_units_that_are_alike_act_than_need_to(share: float) -> None:
+    count = 400
+    units = tuple(f"layer{i}" for i in range(count))
+    kinds = {"recompute": (1.0, 100), "recompute+lean": (1.15, 114)}
+    options = tuple(Option(i, action, seconds) for i in range(count) for action, (seconds, _) in kinds.items())
+    relief = np.zeros((len(options), 2 * count + 1), dtype=np.int64)
+    for row, option in zip(relief, options, strict=True):
+        row[option.unit : 2 * count - option.unit] = kinds[option.action][1]
+    base = np.array([120 * min(i + 1, 2 * count + 1 - i) for i in range(2 * count + 1)])
+    timeline = Timeline(units, (-1,) * count, options, base, relief, (), ("",) * len(base))
+
+    plan = plan_heuristic(timeline, int(base.max()) - int((1 - share) * 100 * count))
+
+    assert plan is not None
+    assert plan.added_seconds <= 1.01 * (1 - share) * count
+
+
 def test_a_plan_is_found_where_an_option_alone_relieves_nothing() -> None:
     """A hold as large as any single relief makes every first step look useless; together the options help."""
     timeline = realistic("shared", units=4)
