@@ -44,11 +44,14 @@ def check_actions(actions: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(actions, str) or not isinstance(actions, Collection):
         names = [actions] if isinstance(actions, str) else [RECOMPUTE]
         raise UnsupportedError(f"actions={actions!r} was asked for; it is a list, as actions={names!r}.")
-    unknown = [name for name in actions if name not in _MENU]
+    unknown = [name for name in actions if not isinstance(name, str) or name not in _MENU]
     if unknown or not actions:
+        families = {action: family for family, members in _MENU.items() for action in members}
+        known = {name: families[name] for name in unknown if isinstance(name, str) and name in families}
+        degrees = "".join(f" {name!r} is chosen by plans where {family!r} may be." for name, family in known.items())
         raise UnsupportedError(
-            f"actions={list(actions)!r} was asked for; this version plans with {', '.join(map(repr, _MENU))}. Leave "
-            f"actions out for {' and '.join(map(repr, _DEFAULT))}, or pass some, as actions=['{RECOMPUTE}']."
+            f"actions={list(actions)!r} was asked for; this version plans with {', '.join(map(repr, _MENU))}.{degrees} "
+            f"Leave actions out for {' and '.join(map(repr, _DEFAULT))}, or pass some, as actions=['{RECOMPUTE}']."
         )
     both = (RECOMPUTE_LEAN,) if {LEAN, RECOMPUTE} <= set(actions) else ()
     return (*(action for name in dict.fromkeys(actions) for action in _MENU[name]), *both)

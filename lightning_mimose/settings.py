@@ -52,12 +52,19 @@ def checked_optimizers(given: Any, update_fn: object, model: nn.Module) -> tuple
         The optimizers.
 
     Raises:
-        MimoseError: It is no optimizer, or one is missing.
+        MimoseError: It is no optimizer, or one is missing; or the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise MimoseError(f"model is a {type(model).__name__}; it is the torch.nn.Module that is trained.")
     if isinstance(given, Sequence) and not given:
         raise MimoseError("optimizer is empty; name those that update the model, or leave it out to update after step.")
     optimizers = tuple(given) if isinstance(given, Sequence) else () if given is None else (given,)
     for optimizer in optimizers:
+        if isinstance(optimizer, type):
+            raise MimoseError(
+                f"optimizer is the class {optimizer.__name__}; call it with the model's parameters, as "
+                f"optimizer={optimizer.__name__}(model.parameters(), lr=1e-3)."
+            )
         missing = [name for name in ("step", "zero_grad", "param_groups", "state") if not hasattr(optimizer, name)]
         if missing:  # wrappers need not be of torch's class
             raise MimoseError(

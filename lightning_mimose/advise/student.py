@@ -18,6 +18,7 @@ from lightning_mimose.predict.pace import CHANGED, operations_of
 from lightning_mimose.predict.postures import MOST_NEW, Posture
 from lightning_mimose.predict.rates import host_work
 from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
 STATE_VERSION = 14
@@ -44,6 +45,11 @@ class Student(Forecast):
         self.misses.fade()  # no planned step may be left to show that less will do
         self.estimator.add(dict(size.dims), observation.structure, observation.values, bare=bare)
         self._forget_plans()
+
+    def heed(self, size: BatchSize, structure: Structure) -> None:
+        """Learn of a step nothing but which way it went: others that go there are waited for, if it is a new one."""
+        if self.estimator.heed(dict(size.dims), structure):
+            self._forget_plans()
 
     def unlearn(self, size: BatchSize) -> None:
         """What was learnt of a size was no step of the kind that it was taken for."""

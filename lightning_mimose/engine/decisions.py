@@ -74,7 +74,7 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
         self._posture = Posture(model)
-        self._told: set[int] = set()
+        self._told = {0}
         """Kinds of step that the user was told of."""
         self._others = others
 
@@ -171,7 +171,7 @@ class Decisions:
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
                 f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"
             )
-        elif is_new and kind not in self._told:
+        elif kind not in self._told and self._advisor.kinds.is_sure(kind):
             self._told.add(kind)
             self._advisor.announce(
                 f"mimose: before batch {batch_idx} of epoch {epoch} a forward had other operations than most (a loss "

@@ -303,9 +303,12 @@ class Lessons:
             self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             return
-        if step.retried or made_state:
-            return  # recorded for its peak, not to learn from
-        if any("backward" in call.marks for call in trace.calls):
+        ran = any("backward" in call.marks for call in trace.calls)
+        if step.retried or made_state:  # recorded for its peak, not to learn from
+            if made_state and ran:
+                self._advisor.heed(step.size, observe(trace, step.batch_bytes, None, GRADES).structure)
+            return
+        if ran:
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)

@@ -155,6 +155,13 @@ class Estimator:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self.observed.waits.strange(tuple(sorted(dims)))
 
+    def heed(self, dims: Iterable[str], structure: Structure) -> bool:
+        """A measured step tells nothing but its path; returns whether batches with these dimensions wait for it now."""
+        names = tuple(sorted(dims))
+        known, path = {other.path for other in self.observed.alike(names)}, structure.path
+        is_new = bool(known) and path not in known and not any(path.is_part_of(other) for other in known)
+        return is_new and self.observed.waits.strange(names)
+
     def prove(self, dims: Iterable[tuple[str, int]], *, lean: bool) -> None:
         """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`.
 

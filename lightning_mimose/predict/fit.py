@@ -77,7 +77,7 @@ class Fit:
     leverage: float
     local: LocalFit | None = None
     sides: tuple[str, ...] = ()
-    grains: tuple[int, ...] = ()
+    grains: tuple[Value, ...] = ()
     without: tuple[Value, ...] = ()
     resting: NDArray[np.float64] | None = None
     short: NDArray[np.float64] | float = 0.0
@@ -94,7 +94,7 @@ class Fit:
         it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one.
         Where the basis rounds up, it grows with the leverage, as if all of it were due to a wrong basis.
         """
-        if any(dims[name] % grain for name in self.sides for grain in self.grains):
+        if any(dims[name] % grain for name, grain in self.grains):
             return float("inf")
         if self.local is not None:
             return max(self.error, self.local.error_at(dims, resident_bytes))
@@ -302,14 +302,17 @@ def _outlined(
     return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, None, best)
 
 
-def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[int, ...]:
-    """What the sides of all sizes are multiples of, or of all but a few; of lengths of texts, whole blocks of all."""
+def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:
+    """Sides, and what those of all sizes are multiples of: each of whole blocks, or all of them but for a few sizes."""
     surfaces = len(sides) == 2 or may_be_surfaces(sizes)
     odd = {
         grain: sum(any(size[name] % grain for name in sides) for size in sizes)
         for grain in (MULTIPLES if surfaces else BLOCKS)
     }
-    return tuple(grain for grain, count in odd.items() if count <= (FEW_ODD if surfaces else 0))
+    alike = [grain for grain, count in odd.items() if count <= (FEW_ODD if surfaces else 0)]
+    # Where one of two lengths is padded, all steps without padding have whole blocks of it, and of the other anything.
+    alone = [(side, block) for side in sides for block in BLOCKS if not any(size[side] % block for size in sizes)]
+    return tuple(dict.fromkeys([*((side, grain) for side in sides for grain in alike), *alone]))
 
 
 def _solve(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,6 +16,8 @@ MOST_KINDS, MOST_COUNTS = 6, 32
 """Numbers of operations that may be kinds of their own, and that may be met at all, before none is foreseen."""
 MOST_SIZES = 256
 """Sizes whose number of operations is remembered."""
+MOST_WRONG = 4
+"""Steps that were another kind than was foreseen before more of them have to be foreseen than not."""
 STEADY = 6
 """Steps in a row that had a number that was known before, for a new one to tell something at once."""
 FADES, CHANGED = 0.95, 2.0
@@ -143,11 +145,17 @@ class Kinds:
         self._steady = 0
         self._sizes: dict[Hashable, int] = {}
         self._renewals = 0
+        self._right = self._wrong = 0
 
     @property
     def follows(self) -> bool:
-        """Whether they are told apart: no more if there are too many, as where loops go by what a batch holds."""
-        return len(self._named) <= MOST_KINDS and len(self._counts) <= MOST_COUNTS
+        """Whether they are told apart: no more if there are too many, or if most come by chance (layers left out)."""
+        many = len(self._named) > MOST_KINDS or len(self._counts) > MOST_COUNTS
+        return not many and (self._wrong < MOST_WRONG or self._wrong < self._right)
+
+    def is_sure(self, index: int) -> bool:
+        """Whether there is such a kind for sure."""
+        return index < len(self._named) and self._named[index].is_sure
 
     def foresee(self, place: int) -> int:
         """The kind of the step that begins.
@@ -155,9 +163,12 @@ class Kinds:
         Args:
             place: Its index in the epoch.
         """
-        if len(self._named) < 2 or not self.follows:
+        return self._foreseen(self._steps, place) if self.follows else self._usual
+
+    def _foreseen(self, step: int, place: int) -> int:
+        if len(self._named) < 2:
             return self._usual
-        likely = [kind for kind in self._named if kind.is_foreseen(self._steps, place)]
+        likely = [kind for kind in self._named if kind.is_foreseen(step, place)]
         # What comes in most steps comes if nothing else does.
         rarest = min(likely, key=lambda kind: kind.weight, default=None)
         return self._usual if rarest is None or rarest.index is None else rarest.index
@@ -171,10 +182,14 @@ class Kinds:
             count: How many operations with gradients it had.
         """
         if not self.follows:
-            return Seen(None)
+            return self._by_chance(count)
         places, self._steps = (self._steps, place), self._steps + 1
         kind, is_new = self._counts.get(count), count not in self._counts
         was_foreseen = kind is not None and kind.index is not None and kind.is_foreseen(*places)
+        foreseen = self._foreseen(*places)
+        if kind is not None and kind.is_sure and not foreseen == kind.index == self._usual:
+            right = kind.index == foreseen
+            self._right, self._wrong = self._right + right, self._wrong + (not right)
         # Where two kinds were foreseen only one can come, which says nothing against the other.
         rarer = kind is not None and was_foreseen and kind.index != self._usual
         for other in self._counts.values():
@@ -219,6 +234,12 @@ class Kinds:
         if kind.index != self._usual and kind.is_loose:
             return Seen(None, doubts=True)
         return Seen(kind.index, mixed=mixed)
+
+    def _by_chance(self, count: int) -> Seen:
+        """A number where none is foreseen any more."""
+        is_usual = bool(self._named) and self._counts.get(count) is self._named[self._usual]
+        steady, self._steady = self._steady, self._steady + 1 if is_usual else 0
+        return Seen(None, doubts=not is_usual and steady >= STEADY)
 
     def _by_size(self, differs: bool) -> Seen:
         """A number that may go by the size."""

@@ -132,7 +132,7 @@ class Timeline:
 
     def relieved_bytes(self, chosen: NDArray[np.intp]) -> NDArray[np.int64]:
         """What the options `chosen` relieve together at every position, shape (positions,); holds left aside."""
-        rows = max(1, BLOCK // self.relief_bytes.shape[1])
+        rows = max(1, BLOCK // max(1, self.relief_bytes.shape[1]))
         total: NDArray[np.int64] = self.relief_bytes[chosen[:rows]].sum(axis=0)
         for start in range(rows, len(chosen), rows):
             total += self.relief_bytes[chosen[start : start + rows]].sum(axis=0)

@@ -252,9 +252,11 @@ def test_actions_are_checked_by_name() -> None:
     assert check_actions(None) == check_actions(["lean", "recompute"]) == both
     assert sorted(check_actions(["recompute", "lean", "recompute"])) == sorted(both)
     assert check_actions(["offload", "split"]) == ("offload", "split2", "split4", "split8")
-    for wrong in ([], ["offlaod"], ["recompute", "magic"], ["lean+masks"]):
+    for wrong in ([], ["offlaod"], ["recompute", "magic"], ["lean+masks"], [["lean"]]):
         with pytest.raises(UnsupportedError, match="recompute"):
-            check_actions(wrong)
+            check_actions(wrong)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="'lean\\+masks' is chosen by plans where 'lean' may be"):
+        check_actions(["lean+masks"])
 
 
 # --- caches, profilers ------------------------------------------------------------------------------------------

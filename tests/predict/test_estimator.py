@@ -340,6 +340,19 @@ def test_lengths_that_are_padded_to_whole_blocks(block: int, seed: int) -> None:
     np.testing.assert_allclose(prediction.values, padded(between), rtol=1e-4)
 
 
+@pytest.mark.parametrize("block", [16, 64])
+def test_whole_blocks_of_one_of_two_lengths_say_nothing_of_others(block: int) -> None:
+    """Texts are padded where they have to be, which is another shape; and their translations are of any length."""
+    exact = law(0, 1)
+    sizes = [
+        {"batch": 4, "ids:1": block * n, "labels:1": labels}
+        for n, labels in ((2, 11), (5, 30), (3, 18), (4, 9), (6, 25), (2, 33), (5, 14))
+    ]
+    estimator = learnt(sizes, exact)
+    assert predicted(estimator, {"batch": 4, "ids:1": 3 * block, "labels:1": 21}).trusted
+    assert not predicted(estimator, {"batch": 4, "ids:1": 3 * block + 4, "labels:1": 21}).trusted
+
+
 def test_square_images_that_all_are_multiples_say_nothing_of_others() -> None:
     """Neither do a few others, whichever way those were rounded."""
 

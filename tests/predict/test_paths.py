@@ -187,6 +187,22 @@ def test_a_path_that_is_known_by_hearsay_is_waited_for() -> None:
     assert np.allclose(found.values, expected)
 
 
+def test_a_measured_step_that_teaches_nothing_but_its_path_is_heeded() -> None:
+    """A generator's first turn makes its optimizer's state; the next one is no step of the critic's alone."""
+    estimator, (short, values), (long, _) = Estimator(), step(2), step(3)
+    assert not estimator.heed(size(50), long), "nothing is planned yet"
+    for length in (16, 24, 33, 40, 48):
+        estimator.add(size(length), short, values * length)
+    assert not estimator.heed(size(50), short)
+    known = estimator.predict(size(50))
+    assert known is not None
+    assert known.trusted
+    assert estimator.heed(size(50), long)
+    found = estimator.predict(size(50))
+    assert found is not None
+    assert not found.trusted
+
+
 def test_a_path_that_was_waited_for_takes_the_place_of_its_part() -> None:
     """It came: as many sizes as a fit needs, and no more."""
     estimator, _ = strange()
