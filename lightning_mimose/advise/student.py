@@ -196,8 +196,9 @@ class Student(Forecast):
             self.postures.forget()
             self.kinds, self._kinds = Kinds(), {}
         pace = self.estimator.pace.anew() if known is None else known.pace
+        verified = self.estimator.verified if everywhere else 0
         self.estimator = Estimator() if known is None else known
-        self.estimator.pace = pace
+        self.estimator.pace, self.estimator.verified = pace, max(verified, self.estimator.verified)
         self.forgotten += 1
         if everywhere:  # else plans of other postures hold: each estimator has its own
             self._forget_plans()

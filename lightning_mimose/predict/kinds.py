@@ -133,8 +133,8 @@ class Kinds:
         ...     count = 90 if step % 5 == 4 else 70
         ...     foreseen.append(kinds.foresee(step))
         ...     _ = kinds.saw(step, "a size", count)
-        >>> [step for step, kind in enumerate(foreseen) if kind == 1]  # when it was met twice, it is foreseen
-        [10, 14]
+        >>> [step for step, kind in enumerate(foreseen) if kind == 1]  # after 4 it may go on; after 9 it is foreseen
+        [5, 14]
     """
 
     def __init__(self) -> None:
