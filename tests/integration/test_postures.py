@@ -197,6 +197,7 @@ def of_seven_lengths() -> list[Any]:
     return [text_batch(4, (80, 48, 64, 76, 72, 56, 68)[number % 7], number) for number in range(12 * EVERY)]
 
 
+@pytest.mark.conformance("How people train", "a loss that is added in every so many-th step", "works")
 @pytest.mark.filterwarnings("ignore:.*a plan for steps without all of its operations:UserWarning")
 @pytest.mark.parametrize("loss_of", [now_and_then, twice])
 def test_a_loss_that_is_added_in_every_so_many_th_step_is_foreseen(
