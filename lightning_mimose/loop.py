@@ -101,6 +101,7 @@ class Mimose:
         self._backward_fn = backward_fn or torch.Tensor.backward
         self._update_fn = update_fn
         self._accumulates = False
+        self._begun = 0
         self._history = History()
         self._engine: Engine | None = Engine(
             model,
@@ -175,10 +176,11 @@ class Mimose:
             engine.after_backward()
             return loss.detach()
 
+        self._begun += 1
         try:
             engine.begin_step(
                 batch,
-                batch_idx=self._history.aggregates.steps,
+                batch_idx=self._begun - 1,
                 zeroes_gradients=not accumulates,
                 accumulates=accumulates,
             )

@@ -149,7 +149,7 @@ class Advisor(Student):
 
     def _key(self, size: BatchSize) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
-        return size.dims, size.layout, self.resident, self.estimator.number
+        return size.dims, size.layout, self.resident, self.estimator.token
 
     def _known_size(self, size: BatchSize) -> tuple[BatchSize, Prediction | None]:
         """The size that a batch is planned as, and what is known of it: sizes that are nearly the same share a plan.

@@ -15,11 +15,10 @@ from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR
-from lightning_mimose.predict.kinds import Kinds
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.penalties import Penalties
-from lightning_mimose.predict.postures import Posture, Postures
+from lightning_mimose.predict.postures import Postures
 from lightning_mimose.predict.rows import kept_timeline, levels, whole_bytes
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
@@ -86,11 +85,8 @@ class Forecast:
         self.misses = Misses()
         self.penalties = Penalties()
         self.postures = Postures()
-        self.kinds = Kinds()
-        self._modes: Posture | None = None
-        self._kinds: dict[Posture, Kinds] = {}
         self._actual_peaks: dict[Any, int] = {}
-        self._views: dict[tuple[BatchSize, Resident, int], StepView] = {}
+        self._views: dict[tuple[BatchSize, Resident, object], StepView] = {}
 
     # --- what a step takes ------------------------------------------------------------------------------------
 
@@ -207,7 +203,7 @@ class Forecast:
 
     def peak_under(self, plan: Plan, size: BatchSize, resident: Resident) -> int | None:
         """What a batch takes under a plan that was made for another size; None where nothing is known of it."""
-        slot = (size, plan, resident, self.estimator.number)
+        slot = (size, plan, resident, self.estimator.token)
         if slot not in self._actual_peaks:
             prediction = self.estimator.predict(dict(size.dims))
             if prediction is None:
@@ -221,7 +217,7 @@ class Forecast:
 
     def step_view(self, size: BatchSize, resident: Resident) -> StepView | None:
         """What a batch's step looks like; None before anything is known about its size."""
-        slot = (size, resident, self.estimator.number)
+        slot = (size, resident, self.estimator.token)
         if slot not in self._views:
             prediction = self.estimator.predict(dict(size.dims))
             if prediction is None:

@@ -12,10 +12,9 @@ from lightning_mimose.measure.trace import RNG_STATE_BYTES
 from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.predict.kinds import Kinds
 from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.pace import CHANGED, operations_of
-from lightning_mimose.predict.postures import MOST_NEW, Posture
+from lightning_mimose.predict.postures import Modes
 from lightning_mimose.predict.rates import host_work
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
@@ -53,7 +52,7 @@ class Student(Forecast):
 
     def unlearn(self, size: BatchSize) -> None:
         """What was learnt of a size was no step of the kind that it was taken for."""
-        self.estimator.drop(size.dims)
+        self.postures.usual(self.estimator).drop(size.dims)
         self._forget_plans()
 
     def verify(
@@ -194,40 +193,25 @@ class Student(Forecast):
         """
         if everywhere:
             self.postures.forget()
-            self.kinds, self._kinds = Kinds(), {}
         pace = self.estimator.pace.anew() if known is None else known.pace
         verified = self.estimator.verified if everywhere else 0
         self.estimator = Estimator() if known is None else known
         self.estimator.pace, self.estimator.verified = pace, max(verified, self.estimator.verified)
-        self.forgotten += 1
+        self.forgotten += everywhere or known is None
         if everywhere:  # else plans of other postures hold: each estimator has its own
             self._forget_plans()
 
-    def foresee(self, modes: Posture, place: int) -> int:
-        """The kind of the step that begins, see `predict.kinds`; in each mode they are others.
-
-        Args:
-            modes: How modules are set.
-            place: The step's index in the epoch.
-        """
-        if modes is not self._modes:
-            self._modes = modes
-            if len(self._kinds) > MOST_NEW:
-                self._kinds.clear()
-            self.kinds = self._kinds.setdefault(modes, Kinds())
-        return self.kinds.foresee(place)
-
-    def take_posture(self, modes: Posture, kind: int) -> bool:
+    def take_posture(self, modes: Modes, kind: int) -> bool:
         """A step begins. What was learnt from steps in which modules were set otherwise says nothing of it.
 
         Args:
             modes: How they are set, see `engine.posture`.
-            kind: Of which kind the step is, as far as is foreseen.
+            kind: Of which kind the step is, as far as is foreseen, see `predict.kinds`.
 
         Returns:
-            Whether such a step was never met, as far as is remembered.
+            Whether nothing is known of such steps.
         """
-        changed, known = self.postures.take((*modes, kind) if kind else modes, self.estimator)
+        changed, known = self.postures.take(modes, kind, self.estimator)
         if changed:
             self.forget(known, everywhere=False)
         return changed and known is None
@@ -263,15 +247,14 @@ class Student(Forecast):
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
-        posture, estimator = self.postures.usual(self.estimator)
         return {
             "version": STATE_VERSION,
             "fingerprint": self.fingerprint,
             "tracker": self.tracker.state_dict(),
-            "estimator": estimator.state_dict(),
+            "estimator": self.postures.usual(self.estimator).state_dict(),
             "surplus_bytes": self.misses.surplus_bytes,
             "penalties": self.penalties.state_dict(),
-            "posture": posture,
+            "posture": self.postures.state_dict(),
             "refused": dict(self.refused),
         }
 

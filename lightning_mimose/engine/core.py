@@ -218,7 +218,7 @@ class Engine:
 
         Args:
             batch: The batch, on its device.
-            batch_idx: Index in the epoch, for the record.
+            batch_idx: Index in the epoch, for the record, and for kinds of step that come in the same places.
             epoch: Index of the epoch, for the record.
             zeroes_gradients: Whether gradients of the last step are set to None before this step's backward.
             accumulates: Whether this step's backward adds to gradients that are there.

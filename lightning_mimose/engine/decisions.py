@@ -120,7 +120,7 @@ class Decisions:
                 self._posture.look()
                 self.reserve(ledger.optimizers)
         modes = self._posture.expected()
-        kind = advisor.foresee(modes, batch_idx)
+        kind = advisor.postures.foresee(modes, batch_idx)
         self._take_posture(modes, kind, batch_idx, epoch)
         data = batch_bytes(batch)
         others, reckoned = self._others.count(ledger.there_bytes() + data) if self._others is not None else (0, 0)
@@ -157,21 +157,24 @@ class Decisions:
         if not turned:
             return False
         modes = self._posture.now()
-        step.kind = self._advisor.foresee(modes, step.batch_idx)
-        self._take_posture(modes, step.kind, step.batch_idx, step.epoch)
+        step.kind = self._advisor.postures.foresee(modes, step.batch_idx, begins=False)
+        # Of several ranks the plan stays in force: it was made for what had been tried.
+        self._take_posture(modes, step.kind, step.batch_idx, step.epoch, may_try=self.agreement is None)
         return True
 
-    def _take_posture(self, modes: tuple[bool, ...], kind: int, batch_idx: int, epoch: int) -> None:
+    def _take_posture(
+        self, modes: tuple[bool, ...], kind: int, batch_idx: int, epoch: int, *, may_try: bool = True
+    ) -> None:
         """Take up what is known of steps in which modules are set like that, of the kind that is foreseen."""
         is_new, switched = self._advisor.take_posture(modes, kind), False
-        if self._advisor.postures.follows:
+        if self._advisor.postures.follows and may_try:
             switched = self._session.take_modes(modes)
         if is_new and switched:
             self._advisor.announce(
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
                 f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"
             )
-        elif kind not in self._told and self._advisor.kinds.is_sure(kind):
+        elif kind not in self._told and self._advisor.postures.kinds.is_sure(kind):
             self._told.add(kind)
             self._advisor.announce(
                 f"mimose: before batch {batch_idx} of epoch {epoch} a forward had other operations than most (a loss "

@@ -90,7 +90,7 @@ class Lessons:
             step: The step.
             count: How many operations with gradients it had.
         """
-        seen = self._advisor.kinds.saw(step.batch_idx, step.size, count)
+        seen = self._advisor.postures.saw(step.batch_idx, step.size, count)
         step.strange = seen.kind not in (None, step.kind)
         if seen.doubts and not step.sheltered:
             self._advisor.misses.verified = 0  # the next are held against theirs
@@ -125,6 +125,8 @@ class Lessons:
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
+        if step.strange:
+            return False
         return self._advisor.learn_inputs(step.size, self._session.actions, fates)
 
     def of_backward(self, step: Step) -> None:
@@ -190,6 +192,8 @@ class Lessons:
 
     def of_strangers(self, step: Step) -> None:
         """Learn that a planned step called units that its plan knew nothing of."""
+        if step.strange:
+            return
         predicted, measured = step.advice.predicted_peak_bytes, step.measured_peak_bytes
         missed = 0 if predicted is None or measured is None or self._session.compared else measured - predicted
         if self._advisor.learn_strangers(step.size, missed):
@@ -247,15 +251,16 @@ class Lessons:
         clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
-        clean &= not step.strange
-        if plan is not None and predicted is not None and exact and clean and whole:
+        if step.strange:  # it says nothing of the steps that it was taken for
+            pass
+        elif plan is not None and predicted is not None and exact and clean and whole:
             # The prediction covers the whole step, of which the update is still to come.
             reached = max(peak, step.resident.update_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
-        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
+        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes and not step.strange:
             advisor.estimator.bounds.refute()
-        elif plan is not None and predicted is None and budget < peak:
+        elif plan is not None and predicted is None and budget < peak and not step.strange:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True

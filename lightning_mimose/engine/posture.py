@@ -7,13 +7,11 @@ another thing then, at every size.
 from __future__ import annotations
 
 import weakref
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 from torch import nn
 
-_MODE = "training"
-_TRAINS = itemgetter(_MODE)
 MOST_TURNS, SURE = 8, 2
 """Postures that steps began in, and how many times in a row their forwards found another one for it to be expected."""
 _ANYHOW = {
@@ -45,12 +43,7 @@ class Posture:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._asking: list[weakref.ref[nn.Module]] = []
-        self._rated: list[tuple[weakref.ref[nn.Module], str]] = []
-        # What is in these modules instead of the modules: it is read twice in every step, with nothing in the caches.
-        self._modes: list[dict[str, Any]] = []
-        self._rates: list[tuple[dict[str, Any], str]] = []
-        self._scripted: list[weakref.ref[nn.Module]] = []
-        """Those whose mode is not in them."""
+        self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
         self._read: list[Any] = []
         self._now: tuple[bool, ...] = ()
         """What was read in them, the last time."""
@@ -78,23 +71,8 @@ class Posture:
                 asking.append(module)
             if asks or inside:
                 standing.add(id(module))
-        this = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            posture = this()
-            if posture is not None:
-                posture._gather()
-
-        self._asking = [weakref.ref(module, gone) for module in asking]
-        self._rated = [(weakref.ref(module), name) for module, name in rates]
-        self._gather()
-
-    def _gather(self) -> None:
-        """Get hold of what is in the modules, as long as they are there."""
-        asking = [module for ref in self._asking if (module := ref()) is not None]
-        self._modes = [vars(module) for module in asking if _MODE in vars(module)]
-        self._scripted = [weakref.ref(module) for module in asking if _MODE not in vars(module)]
-        self._rates = [(vars(module), name) for ref, name in self._rated if (module := ref()) is not None]
+        self._asking = [weakref.ref(module) for module in asking]
+        self._rates = [(weakref.ref(module), name) for module, name in rates]
         self._read = []
 
     def expected(self) -> tuple[bool, ...]:
@@ -124,8 +102,8 @@ class Posture:
 
     def now(self) -> tuple[bool, ...]:
         """Whether each module trains that asks for it, then whether each rate is more than 0."""
-        rates = [inside.get(name, 0) for inside, name in self._rates]
-        modes = [*map(_TRAINS, self._modes), *[ref().training for ref in self._scripted]]  # type: ignore[union-attr]
+        modes = [module.training for ref in self._asking if (module := ref()) is not None]
+        rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
         before, self._read = self._read, [*modes, *rates]
         if len(before) != len(self._read) or not all(map(is_, before, self._read)):
             # A tensor's value would have to be waited for.

@@ -205,7 +205,7 @@ class Running:
         if armed:  # else no unit can have been tried
             self._trials.disarm()
         if session.surprised:
-            session.surprised = False
+            session.surprised = self._lessons.renews = False
             self._advisor.different = dict(session.different)
             self._advisor.spoiled = frozenset(session.spoiled)
             self._advisor.forget()

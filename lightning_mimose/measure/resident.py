@@ -57,8 +57,8 @@ def batch_bytes(batch: Any) -> int:
     if type(batch) is torch.Tensor and batch.layout is torch.strided and batch.is_contiguous():
         return batch.nbytes
     tensors = batch_tensors(batch)
-    if all(map(_stands_alone, tensors)) and len(set(map(id, tensors))) == len(tensors):  # as a loader makes them
-        return sum([tensor.nbytes for tensor in tensors])
+    if all(map(_stands_alone, tensors)) and len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
+        return sum([tensor.nbytes for tensor in tensors])  # as a loader makes them: no storage need be asked for
     sizes: dict[int, int] = {}
     for tensor in tensors:
         for part in plain_parts(tensor):
@@ -69,7 +69,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def _stands_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain and no other one has its storage: of two that share one, one is a view."""
+    """Whether a tensor is plain, and all of its storage as far as torch knows: what was detached may share one."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return is_plain and tensor.is_contiguous() and not tensor._is_view()
 

@@ -41,6 +41,11 @@ class Bounds:
         self._most_bytes: dict[frozenset[str], int] = {}
         self._largest: dict[frozenset[str], dict[str, int]] = {}
 
+    @property
+    def knows_anything(self) -> bool:
+        """Whether any step was seen."""
+        return bool(self._steps)
+
     def add(self, dims: Mapping[str, int], kept_bytes: int) -> None:
         """Take in a sheltered step.
 

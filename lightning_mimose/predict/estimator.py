@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -54,14 +53,11 @@ class Prediction:
     others: tuple[Prediction, ...] = ()
 
 
-_NUMBERS = count()
-
-
 class Estimator:
     """Learns from observed steps; predicts others.
 
     Attributes:
-        number: Its own: plans that are made by it are none of another's.
+        token: Stands for it: plans that are made by it are none of another's.
         bounds: What steps take at most that no fit describes.
         shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
         verified: Planned steps that were held against its predictions.
@@ -71,7 +67,7 @@ class Estimator:
     """
 
     def __init__(self, patience: int = 5) -> None:
-        self.number = next(_NUMBERS)
+        self.token = object()
         self.bounds = Bounds()
         self.shelter_only: set[BatchSize] = set()
         self.verified = 0
@@ -90,6 +86,11 @@ class Estimator:
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
         return len(self.observed)
+
+    @property
+    def knows_anything(self) -> bool:
+        """Whether sizes were measured, or bounds are known."""
+        return len(self) > 0 or self.bounds.knows_anything
 
     def add(
         self, dims: Mapping[str, int], structure: Structure, values: NDArray[np.float64], *, bare: bool = False

@@ -5,18 +5,22 @@ Nothing in a batch says so before its forward has run. That they come in every s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any, NamedTuple
 
-MOST_BROKEN = 3
-"""How often a kind may have come, or stayed away, otherwise than was foreseen."""
+MOST_WRONG = 3
+"""How often a kind may be foreseen and not come before it has to come more often than not."""
+REMEMBERED = 16
+"""Steps of a kind among which a period is looked for."""
+MISSING, MOST_PLACES = 5, 256
+"""One in how many of them may be missing; and places in an epoch that are remembered."""
 MOST_KINDS, MOST_COUNTS = 6, 32
 """Numbers of operations that may be kinds of their own, and that may be met at all, before none is foreseen."""
 MOST_SIZES = 256
 """Sizes whose number of operations is remembered."""
-MOST_WRONG = 4
+MOST_GUESSES = 4
 """Steps that were another kind than was foreseen before more of them have to be foreseen than not."""
 STEADY = 6
 """Steps in a row that had a number that was known before, for a new one to tell something at once."""
@@ -26,42 +30,74 @@ MOST_RENEWALS = 2
 """How often all is learnt anew where the number goes by the size, and another one of a size is met."""
 
 
-@dataclass
 class _Pattern:
-    """When a kind comes: in every so many-th step.
+    """When a kind comes: as it came some steps ago, or in the same places as in the epoch before.
 
     Attributes:
-        last: Where it came last.
-        period: After how many steps it comes again; 0 where it is always in the same place, None where nobody knows.
-        broken: How often it did not do as was foreseen. That what came once does not go on is no surprise.
+        period: After how many steps it comes again; None where nobody knows.
     """
 
-    last: int
-    period: int | None = 1
-    broken: int = -1
+    def __init__(self) -> None:
+        self.period: int | None = None
+        self._came: deque[int] = deque(maxlen=REMEMBERED)
+        self._places: tuple[set[int], set[int]] = (set(), set())
+        """In the epoch before, and in this one."""
+        self._right, self._wrong = [0, 0], [0, 0]
+        """How often it was foreseen and came, and did not, by the step and by the place."""
 
     @property
-    def holds(self) -> bool:
-        """Whether it is worth to be followed."""
-        return self.broken < MOST_BROKEN
+    def is_loose(self) -> bool:
+        """Whether the kind comes by chance."""
+        return not self._holds(0) and not self._holds(1)
 
-    def foresees(self, place: int) -> bool:
-        """Whether the kind comes there."""
-        if self.period is None or not self.holds:
-            return False
-        return (place - self.last) % self.period == 0 if self.period else place == self.last
+    def _holds(self, way: int) -> bool:
+        return self._wrong[way] < MOST_WRONG or self._wrong[way] <= self._right[way]
 
-    def came(self, place: int) -> None:
+    def foresees(self, step: int, place: int, *, goes_on: bool) -> bool:
+        """Whether it comes in a step of the training that is at this place in its epoch.
+
+        Args:
+            step: The step.
+            place: Its place.
+            goes_on: Whether what came for the first time right before is taken to come again.
+        """
+        if goes_on and len(self._came) == 1 and self._came[0] == step - 1:
+            return True
+        return any(self._ways(step, place))
+
+    def _ways(self, step: int, place: int) -> tuple[bool, bool]:
+        by_step = self.period is not None and step - self.period in self._came
+        return by_step and self._holds(0), place in self._places[0] and self._holds(1)
+
+    def came(self, step: int, place: int) -> None:
         """It has come."""
-        if self.period is None:
-            self.period = abs(place - self.last)
-        elif not self.foresees(place) and self.holds:
-            self.period, self.broken = gcd(self.period, place - self.last), self.broken + 1
-        self.last = place
+        for way, foreseen in enumerate(self._ways(step, place)):
+            self._right[way] += foreseen
+        self._came.append(step)
+        if len(self._places[1]) < MOST_PLACES:
+            self._places[1].add(place)
+        self.period = self._period(step + 1)
 
-    def stayed_away(self) -> None:
+    def stayed_away(self, step: int, place: int) -> None:
         """It was foreseen and has not come."""
-        self.period, self.broken = None, self.broken + 1
+        for way, foreseen in enumerate(self._ways(step, place)):
+            self._wrong[way] += foreseen
+        self.period = self._period(step + 1)
+
+    def ends_epoch(self) -> None:
+        """Another epoch begins."""
+        self._places = (self._places[1], set())
+
+    def _period(self, now: int) -> int | None:
+        """The least number of steps after which it came again whenever it could, or nearly so."""
+        came, first = set(self._came), min(self._came)
+        for period in sorted({step - other for step in came for other in came if step > other}):
+            again = sum(step + period in came for step in came)
+            missing = sum(step + period < now and step + period not in came for step in came)
+            surplus = sum(step - period >= first and step - period not in came for step in came)
+            if again and (missing + surplus) * MISSING <= again:
+                return period
+        return None
 
 
 @dataclass
@@ -69,15 +105,15 @@ class _Kind:
     """Steps of one number of operations.
 
     Attributes:
-        patterns: By the steps of the training, and by those of an epoch.
+        pattern: When they come.
         index: Its name; None as long as nothing speaks for it.
         is_sure: Whether it is one, and not what steps of some sizes have.
         times: How often it came.
         weight: The same of late.
-        sizes: Of such steps, two of them.
+        sizes: Of such steps, as many as are remembered.
     """
 
-    patterns: tuple[_Pattern, _Pattern]
+    pattern: _Pattern = field(default_factory=_Pattern)
     index: int | None = None
     is_sure: bool = False
     times: int = 0
@@ -85,27 +121,10 @@ class _Kind:
     sizes: set[Hashable] = field(default_factory=set)
 
     def is_foreseen(self, step: int, place: int) -> bool:
-        """Whether it comes in a step of the training that is at this place in its epoch."""
-        return any(
-            pattern.foresees(at) and (self.is_sure or pattern.period != 1)
-            for pattern, at in zip(self.patterns, (step, place), strict=True)
-        )
-
-    def came(self, step: int, place: int) -> None:
-        """It has come then."""
-        for pattern, at in zip(self.patterns, (step, place), strict=True):
-            pattern.came(at)
-
-    def stayed_away(self, step: int, place: int) -> None:
-        """It has not come then."""
-        for pattern, at in zip(self.patterns, (step, place), strict=True):
-            if pattern.foresees(at):
-                pattern.stayed_away()
-
-    @property
-    def is_loose(self) -> bool:
-        """Whether it comes by chance."""
-        return not any(pattern.holds for pattern in self.patterns)
+        """Whether it comes then."""
+        if not self.is_sure and self.pattern.period == 1:
+            return False  # sizes may have grown
+        return self.index is not None and self.pattern.foresees(step, place, goes_on=self.is_sure)
 
 
 class Seen(NamedTuple):
@@ -127,21 +146,24 @@ class Seen(NamedTuple):
 class Kinds:
     """Follows which kind of step comes when. Sizes are whatever stands for them.
 
+    Attributes:
+        usual: The kind of most steps of late.
+
     Example:
         >>> kinds, foreseen = Kinds(), []
         >>> for step in range(16):
         ...     count = 90 if step % 5 == 4 else 70
-        ...     foreseen.append(kinds.foresee(step))
-        ...     _ = kinds.saw(step, "a size", count)
+        ...     foreseen.append(kinds.foresee(step, step))
+        ...     _ = kinds.saw(step, step, "a size", count)
         >>> [step for step, kind in enumerate(foreseen) if kind == 1]  # after 4 it may go on; after 9 it is foreseen
         [5, 14]
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.usual = 0
+        self._place = 0
         self._counts: dict[int, _Kind] = {}
         self._named: list[_Kind] = []
-        self._usual = 0
         self._steady = 0
         self._sizes: dict[Hashable, int] = {}
         self._renewals = 0
@@ -151,57 +173,45 @@ class Kinds:
     def follows(self) -> bool:
         """Whether they are told apart: no more if there are too many, or if most come by chance (layers left out)."""
         many = len(self._named) > MOST_KINDS or len(self._counts) > MOST_COUNTS
-        return not many and (self._wrong < MOST_WRONG or self._wrong < self._right)
+        return not many and (self._wrong < MOST_GUESSES or self._wrong < self._right)
 
     def is_sure(self, index: int) -> bool:
         """Whether there is such a kind for sure."""
         return index < len(self._named) and self._named[index].is_sure
 
-    def foresee(self, place: int) -> int:
-        """The kind of the step that begins.
+    def foresee(self, step: int, place: int) -> int:
+        """The kind of a step.
 
         Args:
+            step: How many there were before it.
             place: Its index in the epoch.
         """
-        return self._foreseen(self._steps, place) if self.follows else self._usual
-
-    def _foreseen(self, step: int, place: int) -> int:
-        if len(self._named) < 2:
-            return self._usual
+        if len(self._named) < 2 or not self.follows:
+            return self.usual
         likely = [kind for kind in self._named if kind.is_foreseen(step, place)]
         # What comes in most steps comes if nothing else does.
         rarest = min(likely, key=lambda kind: kind.weight, default=None)
-        return self._usual if rarest is None or rarest.index is None else rarest.index
+        return self.usual if rarest is None or rarest.index is None else rarest.index
 
-    def saw(self, place: int, size: Hashable, count: int) -> Seen:
+    def saw(self, step: int, place: int, size: Hashable, count: int) -> Seen:
         """A step's forward is over.
 
         Args:
-            place: The step's index in the epoch.
+            step: See `foresee`.
+            place: Likewise.
             size: The batch's size.
             count: How many operations with gradients it had.
         """
         if not self.follows:
             return self._by_chance(count)
-        places, self._steps = (self._steps, place), self._steps + 1
-        kind, is_new = self._counts.get(count), count not in self._counts
-        was_foreseen = kind is not None and kind.index is not None and kind.is_foreseen(*places)
-        foreseen = self._foreseen(*places)
-        if kind is not None and kind.is_sure and not foreseen == kind.index == self._usual:
-            right = kind.index == foreseen
-            self._right, self._wrong = self._right + right, self._wrong + (not right)
-        # Where two kinds were foreseen only one can come, which says nothing against the other.
-        rarer = kind is not None and was_foreseen and kind.index != self._usual
-        for other in self._counts.values():
-            other.weight *= FADES
-            if other is not kind and not rarer:
-                other.stayed_away(*places)
-        if kind is None:
-            kind = self._counts[count] = _Kind((_Pattern(places[0]), _Pattern(places[1])))
-        else:
-            kind.came(*places)
+        if place < self._place:
+            for each in self._counts.values():
+                each.pattern.ends_epoch()
+        self._place = place
+        is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
+        was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
-        if len(kind.sizes) < 2:
+        if len(kind.sizes) < MOST_COUNTS:
             kind.sizes.add(size)
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
         before = self._sizes.get(size)
@@ -211,7 +221,7 @@ class Kinds:
         steady, self._steady = self._steady, self._steady + 1 if kind.is_sure else 0
         mixed, is_first = frozenset[Hashable](), not self._named
         if not kind.is_sure and (self._is_usual(kind) if is_first else was_foreseen or conflicts):
-            # Until now it was taken for the first one; where this is the first, all others were.
+            # Until now it was taken for the usual one; where this is the first, all others were.
             others = [kind] if not is_first else [other for other in self._counts.values() if other is not kind]
             mixed = frozenset().union(*(other.sizes for other in others)) - {size}
             kind.is_sure = True
@@ -222,6 +232,20 @@ class Kinds:
             return self._by_size(conflicts) if is_first else Seen(None, doubts=is_new and steady >= STEADY)
         return self._known(kind, mixed)
 
+    def _compare(self, kind: _Kind, step: int, place: int) -> bool:
+        """Hold what was foreseen against the kind that came; returns whether it was foreseen."""
+        foreseen, was_foreseen = self.foresee(step, place), kind.is_foreseen(step, place)
+        if kind.is_sure and not foreseen == kind.index == self.usual:
+            self._right, self._wrong = self._right + (kind.index == foreseen), self._wrong + (kind.index != foreseen)
+        # Where two kinds were foreseen only one can come, which says nothing against the other.
+        rarer = was_foreseen and kind.index != self.usual
+        for other in self._counts.values():
+            other.weight *= FADES
+            if other is not kind and not rarer and other.is_foreseen(step, place):
+                other.pattern.stayed_away(step, place)
+        kind.pattern.came(step, place)
+        return was_foreseen
+
     def _is_usual(self, kind: _Kind) -> bool:
         """Whether a number is met again, at another size where there are several."""
         return kind.times > 1 and (len(kind.sizes) > 1 or len(self._sizes) == 1)
@@ -229,15 +253,15 @@ class Kinds:
     def _known(self, kind: _Kind, mixed: frozenset[Hashable]) -> Seen:
         if not self.follows or kind.index is None:
             return Seen(None)
-        if kind.index != self._usual and kind.weight > CHANGED * self._named[self._usual].weight:
-            self._usual = kind.index
-        if kind.index != self._usual and kind.is_loose:
+        if kind.index != self.usual and kind.weight > CHANGED * self._named[self.usual].weight:
+            self.usual = kind.index
+        if kind.index != self.usual and kind.pattern.is_loose:
             return Seen(None, doubts=True)
         return Seen(kind.index, mixed=mixed)
 
     def _by_chance(self, count: int) -> Seen:
         """A number where none is foreseen any more."""
-        is_usual = bool(self._named) and self._counts.get(count) is self._named[self._usual]
+        is_usual = bool(self._named) and self._counts.get(count) is self._named[self.usual]
         steady, self._steady = self._steady, self._steady + 1 if is_usual else 0
         return Seen(None, doubts=not is_usual and steady >= STEADY)
 

@@ -1,14 +1,17 @@
-"""What was learnt while a model's modules were set otherwise: in evaluation mode, or without dropout."""
+"""What was learnt apart: while a model's modules were set otherwise, or in steps of another kind."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.kinds import Kinds, Seen
 
-Posture = tuple[int, ...]
+Modes = tuple[int, ...]
+"""How modules are set, see `engine.posture`: evaluation mode and dropout's rates."""
 KNOWN = 4
-"""Postures whose steps are remembered, the present one included."""
+"""Modes whose steps are remembered, the present ones included."""
 MOST_NEW = 16
 """A model that is set anew in every step would never be planned: after so many, what differs is a size's scatter."""
 
@@ -17,8 +20,8 @@ class Taken(NamedTuple):
     """What a step begins with.
 
     Attributes:
-        changed: Whether modules are set otherwise than in the step before.
-        known: What was learnt when they were set like that; None for nothing.
+        changed: Whether modules are set otherwise than in the step before, or another kind is foreseen.
+        known: What was learnt of such steps; None for nothing.
     """
 
     changed: bool
@@ -26,72 +29,104 @@ class Taken(NamedTuple):
 
 
 class Postures:
-    """Follows how modules are set, and keeps what was learnt apart.
+    """Follows how modules are set and which kinds of step come then, and keeps what was learnt apart.
 
     Attributes:
-        now: How they are set; None before the first step.
+        now: How modules are set; None before the first step.
+        kinds: The kinds of step that come when they are set like that.
 
     Example:
         >>> postures = Postures()
-        >>> postures.take((True, True), Estimator()).changed, postures.take((True, False), Estimator())
+        >>> postures.take((True, True), 0, Estimator()).changed, postures.take((True, False), 0, Estimator())
         (False, Taken(changed=True, known=None))
     """
 
     def __init__(self) -> None:
-        self.now: Posture | None = None
-        self._others: dict[Posture, Estimator] = {}
+        self.now: Modes | None = None
+        self.kinds = Kinds()
+        self._kind = 0
+        self._told: Modes = ()
+        """How they were set when they were told apart last."""
+        self._apart: dict[Modes, tuple[Kinds, dict[int, Estimator]]] = {}
+        """By modes, the latest last: their kinds, and what was learnt of each but for the present one."""
         self._new = 0
-        self._steps: dict[Posture, int] = {}
-        self._steps_now = 0
+        self._steps = 0
 
     @property
     def follows(self) -> bool:
-        """Whether they are told apart; no more if every other step has one that was not met."""
+        """Whether modes are told apart; no more if every other step has one that was not met."""
         return self._new <= MOST_NEW
 
-    def take(self, posture: Posture, learnt: Estimator) -> Taken:
-        """A step begins.
+    def foresee(self, modes: Modes, place: int, *, begins: bool = True) -> int:
+        """The kind of a step, see `predict.kinds`; in each mode they are others.
 
         Args:
-            posture: How modules are set.
-            learnt: What was learnt in the posture before.
+            modes: How modules are set.
+            place: The step's index in the epoch.
+            begins: Whether the step has just begun, and is not looked at again.
         """
-        before, self.now = self.now, posture
-        self._steps_now += 1
-        if before is posture or before is None or before == posture or not self.follows:
+        self._steps += begins
+        kinds = self.kinds if modes is self.now or modes == self.now or not self.follows else self._of(modes)[0]
+        return kinds.foresee(self._steps, place)
+
+    def take(self, modes: Modes, kind: int, learnt: Estimator) -> Taken:
+        """A step begins, or turns out to be another.
+
+        Args:
+            modes: How modules are set.
+            kind: Of which kind it is, as far as is foreseen.
+            learnt: What was learnt of the steps before it.
+        """
+        before, kind_before = self.now, self._kind
+        switched = not (modes is before or modes == before) and self.follows
+        self.now, self._kind = modes, kind
+        if not switched and kind == kind_before:
             return Taken(changed=False)
-        if len(self._steps) > MOST_NEW:
-            self._steps.clear()
-        self._steps[before] = self._steps.get(before, 0) + self._steps_now - 1
-        self._steps_now = 1
-        if len(learnt):
-            self._others[before] = learnt
-        known = self._others.pop(posture, None)
-        self._new += posture not in self._steps
-        if len(self._others) >= KNOWN:
-            del self._others[next(iter(self._others))]
-        return Taken(True, known)
+        if before is not None and learnt.knows_anything:
+            self._of(self._told)[1][kind_before] = learnt
+        if switched:
+            self._told = modes
+        self.kinds, known = self._of(self._told)
+        self._apart[self._told] = self._apart.pop(self._told)
+        while len(self._apart) > KNOWN:
+            del self._apart[next(iter(self._apart))]
+        if before is None:
+            return Taken(changed=False)
+        found = known.pop(kind, None)
+        self._new += switched and found is None
+        return Taken(True, found)
+
+    def _of(self, modes: Modes) -> tuple[Kinds, dict[int, Estimator]]:
+        if modes not in self._apart:
+            self._apart[modes] = Kinds(), {}
+        return self._apart[modes]
+
+    def saw(self, place: int, size: Hashable, count: int) -> Seen:
+        """See `Kinds.saw`."""
+        return self.kinds.saw(self._steps, place, size, count)
+
+    def usual(self, learnt: Estimator) -> Estimator:
+        """What was learnt of the usual steps, with modules set as they are: what a state has room for.
+
+        Args:
+            learnt: What was learnt of the present kind.
+        """
+        if self.now is None or self.kinds.usual == self._kind:
+            return learnt
+        return self._of(self._told)[1].get(self.kinds.usual, learnt)
 
     def forget(self) -> None:
-        """What was learnt holds in no posture any more."""
-        self.now = None
-        self._others.clear()
-        self._steps.clear()
-        self._steps_now = 0
+        """What was learnt holds in no mode any more, and kinds are others."""
+        self.now, self.kinds, self._kind = None, Kinds(), 0
+        self._apart.clear()
 
-    def usual(self, learnt: Estimator) -> tuple[str, Estimator]:
-        """The posture of most steps, as plain data, and what was learnt in it: what a state has room for.
-
-        Args:
-            learnt: What was learnt in the present one.
-        """
-        now = () if self.now is None else self.now
-        steps, known = dict(self._steps), {**self._others, now: learnt}
-        steps[now] = steps.get(now, 0) + self._steps_now
-        posture = max(known, key=lambda each: steps.get(each, 0))
-        return "".join(str(int(each)) for each in posture), known[posture]
+    def state_dict(self) -> str:
+        """How modules are set, as plain data."""
+        return "".join("01"[bool(each)] for each in self.now or ())
 
     def load_state_dict(self, state: str) -> None:
         """They were set like that when what is known was learnt; of an older state nobody knows."""
-        self.now = tuple(int(each) for each in state) or None
-        self._others.clear()
+        self.forget()
+        self.now = tuple(each == "1" for each in state) or None
+        if self.now is not None:
+            self._told, self.kinds = self.now, self._of(self.now)[0]

@@ -36,8 +36,8 @@ def followed(
     kinds, strange, renewed, doubted = Kinds(), list[int](), list[int](), list[int]()
     for step in range(steps):
         place, size = step % epoch, size_of(step)
-        foreseen = kinds.foresee(place)
-        seen = kinds.saw(place, size, count_of(step, place, size))
+        foreseen = kinds.foresee(step, place)
+        seen = kinds.saw(step, place, size, count_of(step, place, size))
         strange += [step] if seen.kind not in (None, foreseen) else []
         renewed += [step] if seen.renews else []
         doubted += [step] if seen.doubts else []
@@ -89,7 +89,7 @@ def test_another_number_at_new_sizes_is_doubted_and_may_go_by_the_size() -> None
         lambda _, __, size: 70 if size < 20 else 73, 60, size_of=lambda step: step
     )
     assert (strange, renewed, doubted) == ([], [], [20])
-    assert kinds.foresee(60) == 0
+    assert kinds.foresee(60, 60) == 0
     for every in (2, 4, 16):
         chance = random.Random(every)
         strange, renewed, _, _ = followed(
@@ -99,6 +99,47 @@ def test_another_number_at_new_sizes_is_doubted_and_may_go_by_the_size() -> None
         )
         assert len(strange) <= 8
         assert not renewed
+
+
+@pytest.mark.parametrize(
+    "is_rare",
+    [
+        lambda step: step % 8 in (6, 7),
+        lambda step: step % 6 > 2,
+        lambda step: step % 12 in (1, 5, 6),
+    ],
+)
+def test_several_in_a_row_are_foreseen(is_rare: Callable[[int], bool]) -> None:
+    """And what comes at uneven distances, over and over."""
+    strange, _, _, kinds = followed(lambda step, *_: 90 if is_rare(step) else 70)
+    assert [step for step in strange if step > 30] == []
+    assert [kinds.foresee(step, step) == 1 for step in range(200, 206)] == [is_rare(step) for step in range(200, 206)]
+
+
+def test_many_losses_in_turns_are_as_many_kinds() -> None:
+    """Each is foreseen."""
+    strange, _, _, kinds = followed(lambda step, *_: 70 + 7 * (step % 5))
+    assert [step for step in strange if step > 20] == []
+    assert len({kinds.foresee(step, step) for step in range(200, 205)}) == 5
+
+
+def test_steps_that_tell_nothing_shift_no_pattern() -> None:
+    """Batches without a loss, or that run again: they count as steps all the same."""
+    chance, kinds, strange = random.Random(0), Kinds(), 0
+    for step in range(2000):
+        foreseen = kinds.foresee(step, step)
+        if chance.random() < 0.01:
+            continue
+        seen = kinds.saw(step, step, step * 7 % 61, 90 if step % 10 == 9 else 70)
+        strange += step > 100 and seen.kind not in (None, foreseen)
+    assert kinds.follows
+    assert strange <= 8
+
+
+def test_a_period_that_becomes_another_is_found_again() -> None:
+    """Twice as long, say."""
+    strange, *_ = followed(lambda step, *_: 90 if step % (10 if step < 100 else 20) == 0 else 70, 600)
+    assert [step for step in strange if step > 300] == []
 
 
 def test_kinds_that_come_together_are_three_kinds() -> None:
@@ -151,7 +192,7 @@ def test_where_it_goes_by_the_size_another_one_of_the_same_size_is_told() -> Non
 def test_if_the_first_step_is_of_the_rarer_kind_what_it_taught_is_none_of_the_others() -> None:
     """A loss in every tenth step, from the first one on."""
     kinds = Kinds()
-    seen = [kinds.saw(step, step, 90 if step % 10 == 0 else 70) for step in range(12)]
+    seen = [kinds.saw(step, step, step, 90 if step % 10 == 0 else 70) for step in range(12)]
     assert [step for step, each in enumerate(seen) if each.mixed] == [2]
     assert seen[2].mixed == {0}
 
@@ -159,7 +200,7 @@ def test_if_the_first_step_is_of_the_rarer_kind_what_it_taught_is_none_of_the_ot
 def test_what_was_learnt_of_a_kind_before_it_was_known_is_named() -> None:
     """Its sizes, but for the latest, of which nothing is learnt."""
     kinds = Kinds()
-    seen = [kinds.saw(step, step % 4, 90 if step in (3, 9) else 70) for step in range(10)]
+    seen = [kinds.saw(step, step, step % 4, 90 if step in (3, 9) else 70) for step in range(10)]
     assert [step for step, each in enumerate(seen) if each.mixed] == [9]
     assert seen[9].mixed == {3}
 
