@@ -71,12 +71,14 @@ class _Pattern:
 
     def came(self, step: int, place: int) -> None:
         """It has come."""
+        explained = self.period is not None and step - self.period in self._came
         for way, foreseen in enumerate(self._ways(step, place)):
             self._right[way] += foreseen
         self._came.append(step)
         if len(self._places[1]) < MOST_PLACES:
             self._places[1].add(place)
-        self.period = self._period(step + 1)
+        if not explained:
+            self.period = self._period(step + 1)
 
     def stayed_away(self, step: int, place: int) -> None:
         """It was foreseen and has not come."""
@@ -202,12 +204,20 @@ class Kinds:
             size: The batch's size.
             count: How many operations with gradients it had.
         """
+        if len(self._counts) == 1 and self._named and count in self._counts:  # as in most trainings, in every step
+            if len(self._sizes) < MOST_SIZES:
+                self._sizes.setdefault(size, count)
+            only = self._named[0]
+            only.weight, self._steady, self._place = only.weight * FADES + 1, self._steady + 1, place
+            return Seen(only.index)
         if not self.follows:
             return self._by_chance(count)
         if place < self._place:
             for each in self._counts.values():
                 each.pattern.ends_epoch()
         self._place = place
+        if len(self._counts) == 1 and self._named:
+            self._named[0].pattern = _Pattern()  # when it came was not written down for as long as it was the only one
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
