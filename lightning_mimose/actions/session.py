@@ -156,7 +156,7 @@ class Session:
             Whether they were set otherwise before.
         """
         before, self._modes = self._modes, modes
-        if before is modes or before is None or before == modes:
+        if before is None or before == modes:
             return False
         if len(self._tried) > MOST_MODES:
             self._tried.clear()

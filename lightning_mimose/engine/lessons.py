@@ -78,11 +78,6 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less; no more than there were of this mode and kind."""
         return min(self._advisor.misses.verified, self._advisor.estimator.verified)
 
-    @property
-    def forgotten(self) -> int:
-        """How many times all that was measured was forgotten, or older knowledge taken up."""
-        return self._advisor.forgotten
-
     def of_kind(self, step: Step, count: int) -> None:
         """A step's forward is over: learn of which kind it was.
 
@@ -205,8 +200,8 @@ class Lessons:
     def _take_time(self, step: Step) -> None:
         if not isinstance(step.recorder, PeakRecorder) or step.recorder.began is None:
             return
-        usual = not (step.sheltered or step.mixed or step.retried or self._session.compared or self._session.met)
-        usual &= not step.strange
+        strange = step.strange or step.mixed or step.retried
+        usual = not (step.sheltered or strange or self._session.compared or self._session.met)
         if usual and step.in_backward:
             self._laps.end(step.recorder.began, (step.size, dict(step.actions)))
         for (size, actions), seconds, host_seconds in self._laps.over():
@@ -242,6 +237,12 @@ class Lessons:
             peak: What it reached.
             whole: Whether it comes no further in its update.
         """
+        if not step.strange:  # else it says nothing of the steps that it was taken for
+            self._judge(step, peak, whole=whole)
+        self._warn_of(step, peak)
+
+    def _judge(self, step: Step, peak: int, *, whole: bool) -> None:
+        """See `_compare`: what plans and predictions are worth."""
         advisor, budget = self._advisor, self._advisor.budget_bytes
         plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
         exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
@@ -251,17 +252,20 @@ class Lessons:
         clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
-        if step.strange:  # it says nothing of the steps that it was taken for
-            pass
-        elif plan is not None and predicted is not None and exact and clean and whole:
+        if plan is not None and predicted is not None and exact and clean and whole:
             # The prediction covers the whole step, of which the update is still to come.
             reached = max(peak, step.resident.update_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
-        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes and not step.strange:
+        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             advisor.estimator.bounds.refute()
-        elif plan is not None and predicted is None and budget < peak and not step.strange:
+        elif plan is not None and predicted is None and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
+
+    def _warn_of(self, step: Step, peak: int) -> None:
+        """Tell the user, once, that a planned step broke the budget though it was not expected to."""
+        advisor, budget = self._advisor, self._advisor.budget_bytes
+        predicted = step.advice.predicted_peak_bytes
         if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
             self._warned = True
             known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
@@ -285,7 +289,7 @@ class Lessons:
             warnings.warn(
                 f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
                 f"budget of {format_bytes(budget)}, under {unknown if predicted is None else known}",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _observe(self, step: Step, trace: StepTrace) -> None:

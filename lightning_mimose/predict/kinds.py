@@ -18,8 +18,8 @@ MISSING, MOST_PLACES = 5, 256
 """One in how many of them may be missing; and places in an epoch that are remembered."""
 MOST_KINDS, MOST_COUNTS = 6, 32
 """Numbers of operations that may be kinds of their own, and that may be met at all, before none is foreseen."""
-MOST_SIZES = 256
-"""Sizes whose number of operations is remembered."""
+MOST_SIZES, MOST_MIXED = 256, 32
+"""Sizes whose number of operations is remembered, and those of steps of one kind."""
 MOST_GUESSES = 4
 """Steps that were another kind than was foreseen before more of them have to be foreseen than not."""
 STEADY = 6
@@ -66,18 +66,21 @@ class _Pattern:
         return any(self._ways(step, place))
 
     def _ways(self, step: int, place: int) -> tuple[bool, bool]:
-        by_step = self.period is not None and step - self.period in self._came
-        return by_step and self._holds(0), place in self._places[0] and self._holds(1)
+        return self._fits(step) and self._holds(0), place in self._places[0] and self._holds(1)
+
+    def _fits(self, step: int) -> bool:
+        """Whether it came a period before a step."""
+        return self.period is not None and step - self.period in self._came
 
     def came(self, step: int, place: int) -> None:
         """It has come."""
-        explained = self.period is not None and step - self.period in self._came
+        fits = self._fits(step)
         for way, foreseen in enumerate(self._ways(step, place)):
             self._right[way] += foreseen
         self._came.append(step)
         if len(self._places[1]) < MOST_PLACES:
             self._places[1].add(place)
-        if not explained:
+        if not fits:
             self.period = self._period(step + 1)
 
     def stayed_away(self, step: int, place: int) -> None:
@@ -221,7 +224,7 @@ class Kinds:
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
-        if len(kind.sizes) < MOST_COUNTS:
+        if len(kind.sizes) < MOST_MIXED:
             kind.sizes.add(size)
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
         before = self._sizes.get(size)

@@ -66,7 +66,7 @@ class Postures:
             begins: Whether the step has just begun, and is not looked at again.
         """
         self._steps += begins
-        kinds = self.kinds if modes is self.now or modes == self.now or not self.follows else self._of(modes)[0]
+        kinds = self.kinds if modes == self.now or not self.follows else self._of(modes)[0]
         return kinds.foresee(self._steps, place)
 
     def take(self, modes: Modes, kind: int, learnt: Estimator) -> Taken:
@@ -78,7 +78,7 @@ class Postures:
             learnt: What was learnt of the steps before it.
         """
         before, kind_before = self.now, self._kind
-        switched = not (modes is before or modes == before) and self.follows
+        switched = modes != before and self.follows
         self.now, self._kind = modes, kind
         if not switched and kind == kind_before:
             return Taken(changed=False)
