@@ -41,6 +41,7 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(tensor, name)() for name in _COMPRESSED.get(tensor.layout, ()))
 
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
 _CLOSED = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
 
 
@@ -59,13 +60,28 @@ def leaves_in(tree: Any) -> list[Any]:
         >>> leaves_in([1, Output(2.0, [3.0, 4.0])])
         [1, 2.0, 3.0, 4.0]
     """
-    found = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, _CLOSED):
-            found.append(leaf)
-        else:
-            found += _inside(leaf) or [leaf]
+    found: list[Any] = []
+    _gather(tree, found)
     return found
+
+
+def _gather(tree: Any, found: list[Any]) -> None:
+    """Takes apart what operators and modules are mostly given itself: pytree takes ten times as long."""
+    kind = type(tree)
+    if kind in _PLAIN:
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for each in tree:
+            _gather(each, found)
+    elif kind is dict:
+        for each in tree.values():
+            _gather(each, found)
+    else:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, _CLOSED):
+                found.append(leaf)
+            else:
+                found += _inside(leaf) or [leaf]
 
 
 def _inside(leaf: Any) -> list[Any]:

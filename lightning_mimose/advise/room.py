@@ -126,7 +126,7 @@ def _splitting(structure: Structure, index: int, value: NDArray[np.float64]) -> 
 
 def _rebuilding(structure: Structure, index: int, value: NDArray[np.float64]) -> float:
     """What it takes to compare recipes: copies of what a call is given, it as lean as can be, and a tensor again."""
-    call, forward = structure.calls[index], ~structure.arrays[2]
+    call, forward = structure.calls[index], structure.forward
     if call.rebuilding < 0:
         return TRIAL_SHARE * float(value[call.given] + value[call.working])
     leanest = [shape for shape in structure.lean if shape.call == index][-1]

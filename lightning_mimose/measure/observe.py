@@ -148,7 +148,7 @@ def observe(
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
             peak = kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes
-        elif owner is not None and index < began:
+        elif owner is not None and mark.name in ("in", "out"):
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
                 # Inside a region the forward that keeps everything is the recomputation.
@@ -165,7 +165,7 @@ def observe(
                     where[id(region)].append(
                         (len(positions), [columns.add(s.peak_bytes[twin] - made - start) for s in spared[id(region)]])
                     )
-        elif owner is not None and id(region_of[id(owner)]) in spared and index >= began:
+        elif owner is not None and id(region_of[id(owner)]) in spared:
             region = region_of[id(owner)]
             found = []
             for each in spared[id(region)]:

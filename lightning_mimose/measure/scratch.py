@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
-from lightning_mimose.parts import storages_in
+from lightning_mimose.parts import leaves_in, storages_in
 
 TRIES = 3
 """A kernel that needed no scratch in so many sizes is not asked again; convolutions always are, see `_many_kernels`."""
@@ -28,7 +27,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
     """What an operator allocates at once besides its results, measured once per operator and input shapes."""
     if not _repeatable(func):
         return 0
-    leaves = tree_leaves((args, kwargs))
+    leaves = leaves_in((args, kwargs))
     # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     threads = torch.get_num_threads()

@@ -120,12 +120,11 @@ class _Assembly(Rows):
         """
         layout = self.structure.layout
         entry = layout.columns["entry"]
-        before = self.resident.total_bytes + self.resident.again_bytes
-        limit = before + self.value[entry] + peak_bytes
+        limit = self.value[entry] + peak_bytes
         call, position = layout.in_forward
         here = ((row_of >= 0) & (entry >= 0))[call]
         call, position = call[here], position[here]
-        np.add.at(self.relief, (row_of[call], position), self.base[position] - limit[call])
+        np.add.at(self.relief, (row_of[call], position), self.level[position] - limit[call])
 
     def _recomputing(self, unit: str) -> tuple[float, float]:
         """What recomputing a unit costs: seconds for its operations, and besides.
@@ -222,7 +221,7 @@ class _Assembly(Rows):
         of_call = {shape.call: i for i, shape in enumerate(structure.lean) if shape.action == grade}
         work: list[float] = self.values[layout.lean_columns[2]].tolist()
         shape, position, own = layout.lean_positions
-        alive, forward = self.value[own], ~self.backward[position]
+        alive, forward = self.value[own], structure.forward[position]
         peak = np.zeros(len(structure.lean), dtype=np.int64)
         np.maximum.at(peak, shape[forward], alive[forward])
         peaks: list[int] = peak.tolist()
@@ -319,6 +318,7 @@ class _Assembly(Rows):
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""
-        later = (c.backward_time for c in self.structure.calls if c.region and c.backward_time > call.backward_time)
+        regions = (c for c in self.structure.calls if c.region)
+        later = (time for c in regions for time in (c.backward_time, c.in_time) if time > call.backward_time)
         times = self.structure.times
-        return np.flatnonzero((times >= call.backward_time) & (times < min(later, default=NEVER)) & self.backward)
+        return np.flatnonzero((times >= call.backward_time) & (times < min(later, default=NEVER)))

@@ -85,7 +85,8 @@ def mortal(
             yield number, size, backward | (when >= max(structure.calls[i].out_time for i in loose.holders))
             continue
         if loose.since_time is None:
-            yield number, size, backward
+            # In a second forward of the step, not in the backward before it.
+            yield number, size, backward & (when >= min(structure.calls[i].in_time for i in loose.holders))
             continue
         after, within = when >= loose.since_time, when == loose.since_time - 1
         if not ending or not loose.ends_there:

@@ -299,6 +299,12 @@ class Structure:
         return spared
 
     @cached_property
+    def forward(self) -> NDArray[np.bool_]:
+        """Shape (positions,): whether a call's forward begins or ends there, of a second forward after backward, too."""
+        marks = {time for call in self.calls for time in (call.in_time, call.out_time)}
+        return np.isin(self.times, list(marks))
+
+    @cached_property
     def arrays(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_], NDArray[np.int64]]:
         """Of every position: its column, that of its region's start, whether it is in backward, gradients made."""
         column = np.array([p.column for p in self.positions], dtype=np.intp)
