@@ -4,7 +4,8 @@ A unit is a submodule whose forward can be recomputed as one region. Candidates 
 parts); a plan never acts on a unit and its ancestor at once. The *shelter* is one cut through the tree of
 candidates that is recomputed while nothing is known. It balances the number of regions (each retains its
 inputs until backward) against the size of the largest one (its working set exists at once in backward): the
-trade behind Chen et al.'s sqrt(n) segments (arXiv 1604.06174), on the module tree instead of a chain.
+trade behind Chen et al.'s sqrt(n) segments (arXiv 1604.06174), on the module tree instead of a chain. Networks
+that stand side by side (a student and its teachers) are each cut as if there were no other.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch import nn
 
 from lightning_mimose.errors import UnitsError
+from lightning_mimose.networks import CONTAINERS, networks
 from lightning_mimose.sharding import own_class
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Leaves of torch.nn whose forward holds far more than their inputs.
 _HEAVY_LEAVES = (nn.RNNBase, nn.MultiheadAttention)
 # What `torch.compile(module)` calls the module it wraps.
@@ -75,7 +76,12 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         wanted = _matching(modules, patterns)
     weights = {name: _weight(module) for name, module in modules if name in wanted}
     parents = {name: _nearest(name, wanted) for name in weights}
-    shelter = _balanced_cut(weights, parents, _weight(model), _loops(modules, parents))
+    loops = _loops(modules, parents)
+    shelter = {
+        name
+        for network in networks(model, weights)
+        for name in _balanced_cut({unit: weights[unit] for unit in weights if unit in network}, parents, loops)
+    }
     if patterns is None:
         # Above the shelter a region would hold several blocks at once; it never lowers the peak where it counts.
         above = {ancestor for name in shelter for ancestor in _ancestors(name, parents)}
@@ -137,7 +143,7 @@ def _is_candidate(module: nn.Module) -> bool:
     """Whether a module may hold more than it is given: not a container, not a single elementary layer."""
     module = _uncompiled(module)
     # Looked up without binding: the descriptor of a ScriptModule's class refuses to be read.
-    if isinstance(module, _CONTAINERS) or getattr_static(own_class(module), "forward") is nn.Module.forward:
+    if isinstance(module, CONTAINERS) or getattr_static(own_class(module), "forward") is nn.Module.forward:
         return False
     if isinstance(module, _HEAVY_LEAVES) or any(True for _ in module.children()):
         return True
@@ -161,7 +167,7 @@ def _matching(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str])
             name
             for name, module in modules
             if (fnmatchcase(name, pattern) or own_class(_uncompiled(module)).__name__ == pattern)
-            and not isinstance(module, _CONTAINERS)
+            and not isinstance(module, CONTAINERS)
         }
         if not found:
             classes = sorted({own_class(module).__name__ for _, module in modules})
@@ -207,15 +213,15 @@ def _loops(modules: Sequence[tuple[str, nn.Module]], parents: dict[str, str | No
     for name in composite:
         around, _, _ = name.rpartition(".")
         holder, owner = by_name.get(around), parents[name]
-        if isinstance(holder, _CONTAINERS) and len(list(holder.children())) == 1 and owner is not None:
+        if isinstance(holder, CONTAINERS) and len(list(holder.children())) == 1 and owner is not None:
             others = [other for other in composite if other.startswith(owner + ".") and other != name]
             if all(other.startswith(name + ".") for other in others):
                 loops.add(owner)
     return loops
 
 
-def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total: int, loops: set[str]) -> set[str]:
-    """The cut that minimises regions + layers of the largest region, over all limits on a region's layers.
+def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], loops: set[str]) -> set[str]:
+    """The cut that minimises regions + layers of the largest region + layers in none, over all limits on a region's.
 
     Every candidate is in the cut, inside a unit of it, or above it.
     """
@@ -225,8 +231,8 @@ def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], total
     for limit in sorted(set(weights.values())):
         fits = {name for name, weight in weights.items() if weight <= limit or name not in with_parts} - loops
         cut = {name for name in fits if not any(a in fits for a in _ancestors(name, parents))}
-        uncovered = total - sum(weights[name] for name in cut)
-        cost = len(cut) + max(weights[name] for name in cut) + uncovered
+        # How many layers there are in all changes nothing.
+        cost = len(cut) + max(weights[name] for name in cut) - sum(weights[name] for name in cut)
         if cost <= best_cost:
             best, best_cost = cut, cost
     return best
