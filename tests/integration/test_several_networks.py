@@ -1,0 +1,58 @@
+"""Networks beside the one that is trained: teachers, and an average of its weights. They run without gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.fits import mimose, run, same
+from tests.helpers.models import Batch, Task, TinyVision, image_batch
+
+SIDES = [36, 16, 24, 32, 20, 28, 36, 24]
+"""The largest first: nothing is known then."""
+
+
+class Taught(Task):
+    """A student, and three frozen teachers of its kind."""
+
+    blocks, teachers, frozen = 6, 3, True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model = TinyVision(self.blocks)
+        self.others = nn.ModuleList(copy.deepcopy(self.model) for _ in range(self.teachers))
+        self.others.requires_grad_(not self.frozen)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss, and how far it is from theirs."""
+        with torch.no_grad():
+            goal = torch.stack([other(**batch).loss for other in self.others]).mean()
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss + (loss - goal).square()
+
+
+class Averaged(Taught):
+    """A network of few blocks, and a moving average of it that could be trained."""
+
+    blocks, teachers, frozen = 2, 1, False
+
+    def on_train_batch_end(self, *_: object) -> None:
+        """Moves the average."""
+        with torch.no_grad():
+            for mean, weight in zip(self.others.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+
+
+@pytest.mark.parametrize(("task", "share"), [(Taught, 0.6), (Averaged, 0.85)], ids=["teachers", "average"])
+def test_the_budget_holds_from_the_first_batch(task: type[Task], share: float) -> None:
+    """What is trained is recomputed block by block, as if it were alone."""
+    data = [image_batch(2, side, side, i) for i, side in enumerate(SIDES)]
+    plain = run(kind="vision", task=task, data=data)
+    callback = mimose(plain.budget(share))
+    fit = run(callback, kind="vision", task=task, data=data)
+    assert max(fit.peaks) <= plain.budget(share) < plain.peaks[0]
+    assert same(fit.weights(), plain.weights())
+    assert any(not record.sheltered for record in callback.records)
