@@ -300,7 +300,7 @@ class Structure:
 
     @cached_property
     def forward(self) -> NDArray[np.bool_]:
-        """Shape (positions,): whether a call's forward begins or ends there, of a second forward after backward, too."""
+        """Shape (positions,): whether a call's forward begins or ends there, in a second one after backward, too."""
         marks = {time for call in self.calls for time in (call.in_time, call.out_time)}
         return np.isin(self.times, list(marks))
 
