@@ -60,7 +60,7 @@ def networks(model: nn.Module, units: Collection[str], within: str = "") -> list
         else:
             groups.append(_inside(alike, units))
     others = {unit for unit in units if not within.startswith(f"{unit}.")}.difference(*groups)
-    still = [part for part in parts if _frozen(part) == part]
+    still = [part for part in parts if all(map(_is_frozen, part.values()))]
     frozen = {unit for part in still if len(still) < len(parts) for unit in _inside(part, others)}
     groups += [group for group in (frozen, others - frozen) if group]
     return groups if len(groups) > 1 else [set(units)]
@@ -89,23 +89,17 @@ def _parts(model: nn.Module, within: str, units: Collection[str]) -> list[dict[s
 def _side_by_side(model: nn.Module, parts: list[dict[str, nn.Module]]) -> list[dict[str, nn.Module]]:
     """The parts that are given what the model is given, where there are several; frozen ones apart."""
     given = next((_takes(layer) for layer in _layers(model)), None)
-    found = [
-        alike
-        for part in parts
-        if given is not None and all(_begins(member, given) for member in part.values())
-        for alike in (_frozen(part), {name: part[name] for name in part if name not in _frozen(part)})
-        if alike
-    ]
+    found: list[dict[str, nn.Module]] = []
+    for part in parts:
+        if given is not None and all(_begins(member, given) for member in part.values()):
+            frozen = {name: member for name, member in part.items() if _is_frozen(member)}
+            trained = {name: member for name, member in part.items() if name not in frozen}
+            found += [alike for alike in (frozen, trained) if alike]
     return found if len(found) > 1 else []
 
 
-def _frozen(part: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """What is frozen as a whole."""
-    return {
-        name: member
-        for name, member in part.items()
-        if not any(parameter.requires_grad for parameter in member.parameters())
-    }
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _begins(part: nn.Module, given: int) -> bool:

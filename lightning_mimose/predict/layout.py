@@ -63,8 +63,7 @@ class Layout:
     @cached_property
     def in_forward(self) -> tuple[Ints, Ints]:
         """Every pair of a call and a position inside its forward: calls, positions."""
-        structure, times = self.structure, self.structure.times
-        forward = structure.forward
+        structure, times, forward = self.structure, self.structure.times, self.structure.forward
         inside = [np.flatnonzero((c.in_time <= times) & (times < c.out_time) & forward) for c in structure.calls]
         call = np.repeat(np.arange(len(inside)), [len(positions) for positions in inside])
         return call, np.concatenate([np.zeros(0, dtype=np.intp), *inside])

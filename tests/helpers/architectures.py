@@ -447,13 +447,14 @@ def recompute_all(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
     """A planner that recomputes every outermost unit that can be recomputed."""
     chosen: dict[str, str] = {}
     for unit, parent in zip(timeline.units, timeline.parents, strict=True):
-        above = {timeline.units[index] for index in _ancestors(timeline, parent)}
+        above = {timeline.units[index] for index in ancestors(timeline, parent)}
         if (unit, "recompute") in timeline.option_index and not above & chosen.keys():
             chosen[unit] = "recompute"
     return chosen
 
 
-def _ancestors(timeline: Timeline, index: int) -> Iterator[int]:
+def ancestors(timeline: Timeline, index: int) -> Iterator[int]:
+    """A unit and those that enclose it, by number, the nearest first."""
     while index >= 0:
         yield index
         index = timeline.parents[index]
