@@ -255,12 +255,14 @@ class _Calls:
         self._note_given(leaves)
         out: Any = None
         left: dict[Place, torch.Tensor] = {}
-        ran = False
+        ran, began = False, torch._C._autograd._get_sequence_nr()
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
             nonlocal ran
             if ran:
                 session.latest = name
+            else:  # torch before 2.13 makes one to hold what the region is given
+                session.own_nodes += torch._C._autograd._get_sequence_nr() - began
             ran = True
             return original(*inner_args, **inner_kwargs)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_mimose import Mimose
+from lightning_mimose.actions import recompute
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.meter import PeakMeter
 from tests.helpers.models import TinyText, TinyVision, image_batch, text_batch
@@ -159,6 +160,26 @@ def test_the_budget_holds_whatever_mode_modules_are_in(kind: str, when: str) -> 
     for record in planned:
         if record.measured_peak_bytes:
             assert record.predicted_peak_bytes == pytest.approx(record.measured_peak_bytes, rel=0.01)
+
+
+def test_what_a_checkpoint_makes_itself_is_no_operation_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before 2.13 makes a node for each region: a step in which fewer of them run again is no other kind."""
+    checkpoint = recompute.checkpoint
+
+    def with_a_node(region: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        held = torch.ones((), requires_grad=True).clone()
+        return checkpoint(lambda *given: (held, region(*given))[1], *tensors, **options)
+
+    monkeypatch.setattr(recompute, "checkpoint", with_a_node)
+    plain, weights, _ = train(lambda: TinyText(layers=3), text(), as_it_comes, nothing)
+    budget = int(0.7 * max(plain))
+    ours, same, records = train(lambda: TinyText(layers=3), text(), as_it_comes, nothing, budget)
+    assert all(torch.equal(same[name], value) for name, value in weights.items())
+    assert max(ours) <= budget
+    planned = [record for record in records if not record.sheltered]
+    assert any("recompute" in record.actions.values() for record in planned)
+    assert len({len(record.actions) for record in planned}) > 1
+    assert not any(record.sheltered for record in records[LEARNING:])
 
 
 def test_a_loss_that_becomes_another_breaks_the_budget_once_at_most() -> None:
