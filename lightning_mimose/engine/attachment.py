@@ -98,6 +98,19 @@ class Attachment:
         self.take_refusals()
 
     @property
+    def is_capped(self) -> bool:
+        """Whether the allocator fails beyond the budget, whatever the device has."""
+        return self._cap.in_force
+
+    def exceed_budget(self) -> bool:
+        """The most saving plan does not fit: let the allocator have more, where the user wants to go on with it.
+
+        Returns:
+            Whether it may have more from now on.
+        """
+        return self._cap.give_way()
+
+    @property
     def has_news(self) -> bool:
         """Whether units were refused that plans still count on."""
         return len(self._session.refused) != len(self._told)

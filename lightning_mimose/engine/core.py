@@ -121,7 +121,7 @@ class Engine:
             self._refuser.beside = self.tenancy.beside
             self.advisor.owns_allocator = False  # other jobs of the process, and other models of this one, use it too
             weakref.finalize(self, self.tenancy.drop)
-        cap = ReservedCap(self.device, budget_bytes)
+        cap = ReservedCap(self.device, budget_bytes, lasts=on_infeasible == "raise")
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         others = Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None
         self.advisor.barred_bytes = others.barred_bytes if others is not None else 0

@@ -82,7 +82,8 @@ class Decisions:
         """Name the optimizers; what the first update of what is trained will allocate is reserved from now on.
 
         Raises:
-            BudgetInfeasibleError: Parameters, gradients and optimizer state alone exceed the budget.
+            BudgetInfeasibleError: Parameters, gradients and optimizer state alone, with what else is on the device,
+                exceed the budget.
         """
         self._update.watch(optimizers)
         ledger, cost = self._ledger, self._update.cost
@@ -95,6 +96,8 @@ class Decisions:
         least = self._update.peak_bytes(lasting)
         if self._tenancy is not None:
             self._tenancy.settle(least - cost.transient_bytes)
+        if self._others is not None and (beside := self._others.count(ledger.there_bytes())[0]):
+            least, parts = least + beside, f"{parts}, what else is on the device {format_bytes(beside)}"
         self.refuse_together(self._refuser.update(lasting, ledger.gradient_bytes, least, parts))
 
     def refuse_together(self, error: BudgetInfeasibleError | None) -> None:

@@ -14,6 +14,9 @@ from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
+SCARCE_SHARE = 0.1
+"""Share of the budget: what the device has beyond it is worth mentioning if it is more."""
+
 
 class Refuser:
     """Says that the budget cannot be kept, as an error or a warning.
@@ -116,7 +119,14 @@ def infeasible_error(budget_bytes: int, resident_bytes: int, smallest: int, why:
 
 
 def device_memory_error(
-    budget_bytes: int, device: str, resident_bytes: int, holds: Holds | None, error: BaseException, hint: str
+    budget_bytes: int,
+    device: str,
+    resident_bytes: int,
+    holds: Holds | None,
+    error: BaseException,
+    hint: str,
+    *,
+    beyond_bytes: int = 0,
 ) -> DeviceMemoryError:
     """The device is out of memory in spite of the plan: where the memory went.
 
@@ -127,6 +137,7 @@ def device_memory_error(
         holds: What the step holds at its peak, where that is known.
         error: What the device said.
         hint: Why the step was not run again.
+        beyond_bytes: What the device has beyond that.
     """
     retained = holds.retained_bytes if holds is not None else {}
     where = [f"resident {format_bytes(resident_bytes)}"]
@@ -138,10 +149,16 @@ def device_memory_error(
         where.append(f"predicted peak {format_bytes(holds.peak_bytes)} at {holds.position}")
     least = holds.least_bytes if holds is not None else None
     fits = f"The most saving plan needs {format_bytes(least)} for this batch. " if least is not None else ""
+    if beyond_bytes > SCARCE_SHARE * budget_bytes:
+        what = "ran out of what the budget allows it,"
+        way_out = f"Give a larger budget (the device has {format_bytes(beyond_bytes)} more)"
+    else:
+        what = "ran out of memory under a budget of"
+        way_out = "Give a smaller budget (what other processes hold is not there)"
     return DeviceMemoryError(
-        f"{device[:1].upper()}{device[1:]} ran out of memory under a budget of {format_bytes(budget_bytes)}: "
-        f"{'; '.join(where)}. {hint} {fits}Give a smaller budget (what other processes hold is not there), use "
-        f"smaller batches, or an optimizer with less state. The device said: {str(error).splitlines()[0]}",
+        f"{device[:1].upper()}{device[1:]} {what} {format_bytes(budget_bytes)}: {'; '.join(where)}. {hint} {fits}"
+        f"{way_out}, use smaller batches, or an optimizer with less state. The device said: "
+        f"{str(error).splitlines()[0]}",
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         retained_bytes=retained,

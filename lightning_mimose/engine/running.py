@@ -10,7 +10,7 @@ import torch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advice import Advice
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.budget import DeviceMemory
+from lightning_mimose.budget import DeviceMemory, device_memory
 from lightning_mimose.dims import dims_text
 from lightning_mimose.engine.attachment import Attachment
 from lightning_mimose.engine.decisions import Decisions
@@ -244,7 +244,7 @@ class Running:
         if leaner and not step.undecided:
             step.advice = advisor.most_saving(step.size, step.resident)
         step.actions = dict(advisor.shelter if step.advice.plan is None else step.advice.plan)
-        if leaner and step.actions == before and not (mixed or step.undecided):
+        if leaner and step.actions == before and not (mixed or step.undecided or self._attachment.exceed_budget()):
             return False
         advisor.announce(
             f"mimose: batch {step.batch_idx} ({dims_text(advisor.tracker.named(step.size))}) runs again with "
@@ -269,4 +269,7 @@ class Running:
             hint = "It ended before the model was called: nothing is planned before that."
         if step is not None and not step.undecided:
             holds = advisor.holds(step.size, step.resident, self._session.actions)
-        return device_memory_error(advisor.budget_bytes, self._memory.description, resident, holds, error, hint)
+        capped = self._attachment.is_capped and isinstance(error, torch.OutOfMemoryError)
+        beyond = device_memory(self._device).free_bytes if capped else 0
+        place = self._memory.description
+        return device_memory_error(advisor.budget_bytes, place, resident, holds, error, hint, beyond_bytes=beyond)

@@ -46,10 +46,11 @@ class ReservedCap:
     Args:
         device: The device.
         budget_bytes: What may be reserved.
+        lasts: Whether it stays when nothing fits into it.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, budget_bytes: int, *, lasts: bool = True) -> None:
+        self._device, self._lasts = device, lasts
         self._limit_bytes = budget_bytes - barred_bytes(device, budget_bytes)
         self._before: float | None = None
 
@@ -64,6 +65,18 @@ class ReservedCap:
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._limit_bytes / total), self._device)
         if counters.read(self._device).reserved_bytes > self._limit_bytes:
             torch.cuda.empty_cache()
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it is set."""
+        return self._before is not None
+
+    def give_way(self) -> bool:
+        """Nothing fits into it: put the old limit back where it may go, and say whether that was so."""
+        gives_way = self.in_force and not self._lasts
+        if gives_way:
+            self.restore()
+        return gives_way
 
     def restore(self) -> None:
         """Put the old limit back, if `apply` changed it."""

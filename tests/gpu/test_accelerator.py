@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_mimose import Mimose, MimoseCallback
+from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback, MimoseError
 from lightning_mimose.measure import counters
 from tests.helpers.fits import same
 from tests.helpers.models import Block, TinyKeywords, TinyText, text_batch
@@ -138,7 +138,12 @@ def test_held_and_the_same(kind: type[TinyText], device: torch.device) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_blocks_with_fused_attention_are_recomputed(autocast: bool, device: torch.device) -> None:
-    """The memory-efficient kernel and the flash one, as in Llama and ViT."""
+    """The memory-efficient kernel and the flash one, as in Llama and ViT.
+
+    Where torch may fall back on others with a warning, these add up in any order.
+    """
+    switch: Any = torch.use_deterministic_algorithms
+    switch(True)
     plain = Training(device, None, FusedText, autocast=autocast)
     budget = int(0.7 * max(plain.peaks))
     ours = Training(device, budget, FusedText, ["recompute"], autocast=autocast)
@@ -164,6 +169,49 @@ def test_held_under_autocast(device: torch.device) -> None:
     plain = Training(device, None, autocast=True)
     budget = int(0.7 * max(plain.peaks))
     check(Training(device, budget, autocast=True), plain, budget)
+
+
+class HungryLoss(nn.Module):
+    """A block, and a loss that takes memory of its own, which nothing can save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        return (y @ y.T).exp().mean()  # 64 MiB thrice
+
+
+@pytest.mark.parametrize("on_infeasible", ["raise", "warn"])
+def test_a_budget_that_is_too_small(on_infeasible: Any, device: torch.device) -> None:
+    """The allocator fails at it though the device has more: the error says so, or training goes on beyond it."""
+    torch.manual_seed(0)
+    model = HungryLoss().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    batches = [torch.randn(4096, 64, device=device) for _ in range(4)]
+    torch.accelerator.synchronize()
+    budget = counters.read(device).requested_bytes + 100 * MIB
+    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=lambda m, x: m(x), on_infeasible=on_infeasible)
+    with mimose:
+        if on_infeasible == "raise":
+            with pytest.raises(MimoseError, match=r"(?i)give (a larger budget|at least)"):
+                mimose.step(batches[0])
+        else:
+            with pytest.warns(UserWarning, match="cannot be kept"):
+                for batch in batches:
+                    mimose.step(batch)
+            assert len(mimose.records) == len(batches)
+    assert torch.cuda.get_per_process_memory_fraction(device) == 1.0
+
+
+def test_a_device_that_is_too_full_is_told_before_the_first_step(device: torch.device) -> None:
+    """Else the user's own next tensor would not fit below the budget."""
+    besides = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    model = HungryLoss().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with pytest.raises(BudgetInfeasibleError, match="what else is on the device"):
+        Mimose(model, budget=besides.nbytes, optimizer=optimizer, loss_fn=lambda m, x: m(x))
 
 
 def test_what_else_is_on_the_device_counts(device: torch.device) -> None:

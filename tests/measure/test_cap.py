@@ -64,3 +64,18 @@ def test_a_cpu_has_none(limits: list[float]) -> None:
     limit.restore()
     assert limits == [0.9]
     assert not cap.expands_segments()
+
+
+def test_it_gives_way_only_where_it_may(limits: list[float]) -> None:
+    """Where training goes on beyond the budget (`on_infeasible="warn"`), and once: what was in force is again."""
+    lasting, other = ReservedCap(DEVICE, BUDGET_BYTES), ReservedCap(DEVICE, BUDGET_BYTES, lasts=False)
+    assert not other.give_way()
+    lasting.apply()
+    assert not lasting.give_way()
+    assert lasting.in_force
+    lasting.restore()
+    other.apply()
+    assert other.give_way()
+    assert not other.in_force
+    assert not other.give_way()
+    assert limits[-1] == 0.9
