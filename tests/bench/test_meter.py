@@ -15,7 +15,7 @@ KIB = 1024
 def test_what_is_replaced_counts_once() -> None:
     """Whoever allocated it: here it was there before any session."""
     peaks = []
-    for in_place in (True, False):
+    for in_place in (False, True):
         model = nn.Linear(256, 256, bias=False)
         with PeakMeter(model) as meter:
             new = model.weight.data * 0.9
