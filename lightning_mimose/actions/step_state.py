@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.contents import is_readable
@@ -40,6 +41,55 @@ class _Pieces(NamedTuple):
     content: bytes | torch.Tensor
 
 
+class _Object:
+    """A tensor that may be replaced in the step; not kept alive where nobody could tell another one from it.
+
+    Args:
+        tensor: The tensor, which is there now.
+    """
+
+    __slots__ = ("_device", "_dtype", "_held", "_ref", "_shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        own = type(tensor) is torch.Tensor and not tensor._is_view() and not tensor.requires_grad
+        self._held = None if own and tensor.is_contiguous() else tensor
+        self._ref = TensorWeakRef(tensor)
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+
+    def alive(self) -> torch.Tensor | None:
+        """The tensor, if it is still there."""
+        found: torch.Tensor | None = self._ref()
+        return found
+
+    def again(self) -> torch.Tensor:
+        """The tensor, or one like it, that has to be filled."""
+        alive = self.alive()
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device) if alive is None else alive
+
+
+class _Suspect(NamedTuple):
+    """A tensor that a step may write or replace, and its content or a checksum of it."""
+
+    owner: nn.Module | None
+    name: str
+    found: _Object
+    content: bytes | int
+
+    def entry(self, value: torch.Tensor | None) -> Entry:
+        """Where it is found, with a value."""
+        return Entry(self.owner, self.name, value, None)
+
+    def is_replaced(self) -> bool:
+        """Whether another object is in its place."""
+        alive = self.found.alive()
+        return alive is None or bool(changes([self.entry(alive)]))
+
+    def is_written(self) -> bool:
+        """Whether its content is another one, or is gone."""
+        alive = self.found.alive()
+        return alive is None or _differs(alive, self.content)
+
+
 class StepState:
     """Learns what steps write, and copies it.
 
@@ -50,6 +100,7 @@ class StepState:
     def __init__(self, modules: Callable[[], Sequence[nn.Module]]) -> None:
         self._modules = modules
         self._written: dict[tuple[int, str], Place] = {}
+        self._replaced: set[tuple[int, str]] = set()
         self._copies = 0
 
     def copy(self, *, learning: bool) -> StepCopy:
@@ -65,53 +116,76 @@ class StepState:
         """Whether steps were seen to write there."""
         return (id(owner), name) in self._written
 
+    def replaces(self, owner: nn.Module | None, name: str) -> bool:
+        """Whether steps were seen to put other tensors there."""
+        return (id(owner), name) in self._replaced
+
     def add(self, found: Saved) -> None:
         """Remember what was written."""
         for entry, place in zip(found, places(found), strict=True):
             self._written[id(entry.owner), entry.name] = place
 
+    def add_replaced(self, found: Saved) -> None:
+        """Remember where another tensor was put."""
+        self.add(found)
+        self._replaced.update((id(entry.owner), entry.name) for entry in found)
+
 
 class StepCopy:
-    """What one step found."""
+    """What one step found. What it replaces is not kept alive by that: it is held as it would be without."""
 
     def __init__(self, state: StepState, modules: Sequence[nn.Module] | None) -> None:
         self._state, self._modules = state, modules
-        self._suspects: list[tuple[Entry, bytes | int]] = []
+        self._suspects: list[_Suspect] = []
+        self._entries: Saved = []
+        self._pieces: list[_Pieces] = []
         if modules is None:
-            found, self._pieces = [], []
-            known = state.known()
-            if known:
-                found = copy_places(known, tensors=False)
-                self._pieces = _in_pieces(
-                    [e.value for e in found if isinstance(e.value, torch.Tensor) and is_readable(e.value)]
-                )
-        else:
-            found, self._pieces = [], []
-            for owner, name, value in state_of(modules):
-                if isinstance(value, torch.Tensor) and is_readable(value):
-                    copied = value.nbytes <= LARGE_BYTES or state.writes(owner, name)
-                    entry = Entry(owner, name, value, None)
-                    self._suspects.append((entry, _bytes(value) if copied else checksum(value)))
-                    found.append(entry)
-            found += copy_all(modules, tensors=False)
-        self._entries: Saved = found
+            self._copy_known(state.known())
+            return
+        for owner, name, value in state_of(modules):
+            if isinstance(value, torch.Tensor) and is_readable(value):
+                copied = value.nbytes <= LARGE_BYTES or state.writes(owner, name)
+                content = _bytes(value) if copied else checksum(value)
+                self._suspects.append(_Suspect(owner, name, _Object(value), content))
+        self._entries = copy_all(modules, tensors=False)
+
+    def _copy_known(self, known: list[Place]) -> None:
+        tensors = []
+        for entry in copy_places(known, tensors=False) if known else ():
+            value = entry.value
+            if not (isinstance(value, torch.Tensor) and is_readable(value)):
+                self._entries.append(entry)
+            elif value.device.type == "cpu" and self._state.replaces(entry.owner, entry.name):
+                self._suspects.append(_Suspect(entry.owner, entry.name, _Object(value), _bytes(value)))
+            else:
+                self._entries.append(entry)
+                tensors.append(value)
+        self._pieces = _in_pieces(tensors)
 
     def learn(self) -> None:
         """The step is over: see what it has written."""
         if self._modules is not None:
-            written = [entry for entry, content in self._suspects if _differs(entry.value, content)]
-            self._state.add(changes(self._entries) + written + appeared(self._modules, self._entries))
+            self._state.add_replaced([each.entry(None) for each in self._suspects if each.is_replaced()])
+            written = [each.entry(None) for each in self._suspects if each.is_written()]
+            self._state.add(changes(self._entries) + written + appeared(self._modules, self._seen()))
+
+    def _seen(self) -> list[tuple[Any, ...]]:
+        return [*self._entries, *self._suspects]
 
     def put_back(self) -> bool:
         """Put everything back; False if a large tensor was written that nobody knew steps write."""
         self.learn()
-        lost = [e for e, content in self._suspects if isinstance(content, int) and _differs(e.value, content)]
+        lost = [each for each in self._suspects if isinstance(each.content, int) and each.is_written()]
         put_back(self._entries)
+        for each in self._suspects:
+            value = each.found.again() if isinstance(each.content, bytes) else each.found.alive()
+            if value is None:
+                continue
+            put_back([each.entry(value)])
+            if isinstance(each.content, bytes) and _differs(value, each.content):
+                _fill([value], each.content)
         if self._modules is not None:
-            put_back(appeared(self._modules, self._entries))
-        for entry, content in self._suspects:
-            if isinstance(content, bytes) and _differs(entry.value, content):
-                _fill([entry.value], content)
+            put_back(appeared(self._modules, self._seen()))
         for tensors, pieces in self._pieces:
             _fill(tensors, pieces)
         return not lost

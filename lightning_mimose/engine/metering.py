@@ -101,7 +101,7 @@ class Metering:
         )
         if step.retried and step.accumulates:  # what the failed attempt had added to was put aside
             step.gradients.aside_bytes = max(0, step.resident.old_gradient_bytes - step.gradients()[0])
-        known = step.known() if step.learns else ()
+        known = step.known if step.learns else ()
         # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
         stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
         step.recorder = StepRecorder(self._device, known, step.gradients, profile=profile, gradients_stay=stay)
@@ -142,7 +142,7 @@ class Metering:
     def _start(self, step: Step) -> None:
         assert step.recorder is not None
         step.measuring = True
-        step.recorder.start()
+        self._start_recorder(step.recorder)
         if isinstance(step.recorder, PeakRecorder):
             step.began_bytes = step.recorder.lasting_bytes
         elif self._is_free:
@@ -150,9 +150,14 @@ class Metering:
         if step.learns and isinstance(step.recorder, StepRecorder):
             self._session.record(step.recorder)
 
+    def _start_recorder(self, recorder: StepRecorder | PeakRecorder) -> None:
+        recorder.start()
+        if isinstance(recorder, StepRecorder) and not self._is_free:  # an accelerator's counters see all that goes
+            recorder.follow(self._ledger.lasting_tensors())
+
     def _follow_inputs(self, step: Step) -> None:
         if self.planned < WATCHED_STEPS or self._watches(step):
-            self._session.follow_inputs(InputWatch(step.known()))
+            self._session.follow_inputs(InputWatch(step.known))
 
     def _without_gradients(self, step: Step, there_bytes: int) -> int:
         """What of the bytes that are there at a step's start is no gradient."""
@@ -192,7 +197,7 @@ class Metering:
         else:
             step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
-        step.recorder.start()
+        self._start_recorder(step.recorder)
         if isinstance(step.recorder, StepRecorder):
             # The step's own gradients, which an update that evaluates the loss again (SAM's) may let go of first.
             step.recorder.adopt(each.grad for each, _ in self._ledger.parameters() if each.grad is not None)

@@ -22,7 +22,7 @@ from lightning_mimose.measure.cycles import Cycles
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
-from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.storages import Known, Storages
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
@@ -38,7 +38,7 @@ class StepRecorder:
 
     Args:
         device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
-        resident: Storages that are not activations (parameters, buffers), left out of what units save.
+        resident: Storages that are not activations (parameters, buffers), left out of what units save; see `Storages`.
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
         profile: Whether torch's profiler is free to be used.
@@ -52,7 +52,7 @@ class StepRecorder:
     def __init__(
         self,
         device: torch.device,
-        resident: Sequence[torch.Tensor],
+        resident: Known,
         gradient_bytes: GradientBytes,
         *,
         count_flops: bool = True,
@@ -92,6 +92,10 @@ class StepRecorder:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Name tensors that are older than the start and are to be seen when they go."""
         self._curve.adopt(storages_in(list(tensors)))
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name tensors that are resident and may be replaced by others in the step (`parameter.data = ...`)."""
+        self._curve.follow(storages_in(list(tensors)))
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Mark the start of a backward pass, and note who holds what at this moment.

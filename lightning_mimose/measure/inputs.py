@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.storages import Known, Storages
 from lightning_mimose.measure.trace import call_key
 from lightning_mimose.parts import storages_in
 
@@ -18,7 +18,7 @@ class InputWatch:
     """Follows every storage that a unit is given, without holding it.
 
     Args:
-        known: Tensors that are no activations.
+        known: Tensors that are no activations; see `Storages`.
 
     Example:
         >>> watch, mask = InputWatch([]), torch.ones(3)
@@ -30,7 +30,7 @@ class InputWatch:
         {('block', 'block#1'): ['block#1'], ('head',): ['head']}
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Known) -> None:
         self._storages = Storages(known)
         self._given: dict[int, set[str]] = {}
         self._last: dict[int, str] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +12,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.parts import plain_parts, storages_in
 
+Known = Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]]
+"""Tensors that are not activations, or who tells them."""
+
 
 class Storages:
     """Numbers the storages of one step. A number is never used again, unlike an address.
 
     Args:
-        resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold.
+        resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold. Who tells
+            them is asked again when one has gone: another may be in its place.
         ask: Told each storage that is first seen where a call is given it: it may be older than the step.
 
     Attributes:
@@ -29,14 +35,26 @@ class Storages:
         ([1, 2, 1], {1: 12})
     """
 
-    def __init__(
-        self, resident: Iterable[torch.Tensor], ask: Callable[[torch.UntypedStorage], None] | None = None
-    ) -> None:
-        self._resident = {part.untyped_storage()._cdata for tensor in resident for part in plain_parts(tensor)}
+    def __init__(self, resident: Known, ask: Callable[[torch.UntypedStorage], None] | None = None) -> None:
+        self._tell = resident if callable(resident) else None
+        self._resident: set[int] = set()
+        self._gone: list[int] = []
+        self._ends: list[weakref.ref[torch.UntypedStorage]] = []
+        self._take(resident() if callable(resident) else resident)
         self._numbers: Any = WeakIdKeyDictionary()
         self._last = 0
         self._ask = ask
         self.asked: list[int] = []
+
+    def _take(self, resident: Iterable[torch.Tensor]) -> None:
+        """Know the storages of what is resident, each until it goes: its address may be an activation's then."""
+        for tensor in resident:
+            for part in plain_parts(tensor):
+                storage = part.untyped_storage()
+                key = storage._cdata
+                if key not in self._resident:
+                    self._resident.add(key)
+                    self._ends.append(weakref.ref(storage, partial(_goes, self._resident, self._gone, key)))
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The storage's number."""
@@ -48,6 +66,10 @@ class Storages:
 
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is that of a parameter or a buffer."""
+        if self._gone:
+            self._gone.clear()
+            if self._tell is not None:
+                self._take(self._tell())
         return storage._cdata in self._resident
 
     def bytes_in(self, tree: Any) -> dict[int, int]:
@@ -73,3 +95,10 @@ class Storages:
     def clear(self) -> None:
         """Forget all of them: the step is over."""
         self._numbers.clear()
+        self._ends.clear()
+        self._tell = None
+
+
+def _goes(resident: set[int], gone: list[int], key: int, _: object) -> None:
+    resident.discard(key)
+    gone.append(key)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +74,25 @@ def test_a_large_tensor_is_told_of_and_then_copied() -> None:
     model.large += 1
     assert copy.put_back()
     assert float(model.large.sum()) == LARGE_BYTES
+
+
+@pytest.mark.parametrize("learning", [True, False])
+def test_what_a_step_replaces_is_not_kept_alive(learning: bool) -> None:
+    """And yet it can be put back: another tensor with the same content."""
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    for _ in range(4):
+        copy = state.copy(learning=learning)
+        before, constant = snapshot(model), model.constant
+        old = weakref.ref(model.large.untyped_storage())
+        model.large = model.large + 1
+        assert old() is None
+        copy.learn()
+    assert copy.put_back()
+    assert snapshot(model) == before
+    assert model.constant is constant
+    assert type(model.large) is torch.Tensor
+    assert "large" in dict(model.named_buffers())
 
 
 def test_on_the_host_a_copy_is_no_tensor() -> None:
