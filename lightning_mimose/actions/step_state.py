@@ -51,8 +51,8 @@ class _Object:
     __slots__ = ("_device", "_dtype", "_held", "_ref", "_shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        own = type(tensor) is torch.Tensor and not tensor._is_view() and not tensor.requires_grad
-        self._held = None if own and tensor.is_contiguous() else tensor
+        plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
+        self._held = None if plain and tensor.is_contiguous() and not tensor._is_view() else tensor
         self._ref = TensorWeakRef(tensor)
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
 
@@ -62,18 +62,21 @@ class _Object:
         return found
 
     def again(self) -> torch.Tensor:
-        """The tensor, or one like it, that has to be filled."""
+        """The tensor, or one like it, that has to be filled: the same one whenever it is asked for."""
         alive = self.alive()
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device) if alive is None else alive
+        if alive is None:
+            alive = self._held = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._ref = TensorWeakRef(alive)
+        return alive
 
 
 class _Suspect(NamedTuple):
-    """A tensor that a step may write or replace, and its content or a checksum of it."""
+    """A tensor that a step may write or replace, and its content (see `_content`) or a checksum of it."""
 
     owner: nn.Module | None
     name: str
     found: _Object
-    content: bytes | int
+    content: bytes | torch.Tensor | int
 
     def entry(self, value: torch.Tensor | None) -> Entry:
         """Where it is found, with a value."""
@@ -88,6 +91,14 @@ class _Suspect(NamedTuple):
         """Whether its content is another one, or is gone."""
         alive = self.found.alive()
         return alive is None or _differs(alive, self.content)
+
+    def put_back(self) -> None:
+        """Put the tensor back where it was, or one like it, and its content."""
+        value = self.found.alive() if isinstance(self.content, int) else self.found.again()
+        if value is not None:
+            put_back([self.entry(value)])
+            if not isinstance(self.content, int) and _differs(value, self.content):
+                _fill([value], self.content)
 
 
 class StepState:
@@ -137,6 +148,8 @@ class StepCopy:
     def __init__(self, state: StepState, modules: Sequence[nn.Module] | None) -> None:
         self._state, self._modules = state, modules
         self._suspects: list[_Suspect] = []
+        self._objects: dict[int, _Object] = {}
+        """By identity, as one tensor may be found in several places."""
         self._entries: Saved = []
         self._pieces: list[_Pieces] = []
         if modules is None:
@@ -145,8 +158,7 @@ class StepCopy:
         for owner, name, value in state_of(modules):
             if isinstance(value, torch.Tensor) and is_readable(value):
                 copied = value.nbytes <= LARGE_BYTES or state.writes(owner, name)
-                content = _bytes(value) if copied else checksum(value)
-                self._suspects.append(_Suspect(owner, name, _Object(value), content))
+                self._suspect(owner, name, value, _bytes(value) if copied else checksum(value))
         self._entries = copy_all(modules, tensors=False)
 
     def _copy_known(self, known: list[Place]) -> None:
@@ -155,12 +167,18 @@ class StepCopy:
             value = entry.value
             if not (isinstance(value, torch.Tensor) and is_readable(value)):
                 self._entries.append(entry)
-            elif value.device.type == "cpu" and self._state.replaces(entry.owner, entry.name):
-                self._suspects.append(_Suspect(entry.owner, entry.name, _Object(value), _bytes(value)))
+            elif self._state.replaces(entry.owner, entry.name):
+                self._suspect(entry.owner, entry.name, value, _content(value))
             else:
                 self._entries.append(entry)
                 tensors.append(value)
         self._pieces = _in_pieces(tensors)
+
+    def _suspect(
+        self, owner: nn.Module | None, name: str, value: torch.Tensor, content: bytes | torch.Tensor | int
+    ) -> None:
+        found = self._objects.setdefault(id(value), _Object(value))
+        self._suspects.append(_Suspect(owner, name, found, content))
 
     def learn(self) -> None:
         """The step is over: see what it has written."""
@@ -173,17 +191,12 @@ class StepCopy:
         return [*self._entries, *self._suspects]
 
     def put_back(self) -> bool:
-        """Put everything back; False if a large tensor was written that nobody knew steps write."""
+        """Put everything back; False if a large tensor was written or replaced and nobody knew that steps do so."""
         self.learn()
         lost = [each for each in self._suspects if isinstance(each.content, int) and each.is_written()]
         put_back(self._entries)
         for each in self._suspects:
-            value = each.found.again() if isinstance(each.content, bytes) else each.found.alive()
-            if value is None:
-                continue
-            put_back([each.entry(value)])
-            if isinstance(each.content, bytes) and _differs(value, each.content):
-                _fill([value], each.content)
+            each.put_back()
         if self._modules is not None:
             put_back(appeared(self._modules, self._seen()))
         for tensors, pieces in self._pieces:
@@ -202,12 +215,19 @@ def _in_pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
     ]
 
 
+def _content(tensor: torch.Tensor) -> bytes | torch.Tensor:
+    """A copy, where the tensor is: an accelerator does not wait for that."""
+    return _bytes(tensor) if tensor.device.type == "cpu" else tensor.detach().flatten().clone()
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
 
 
-def _differs(tensor: torch.Tensor, content: bytes | int) -> bool:
+def _differs(tensor: torch.Tensor, content: bytes | torch.Tensor | int) -> bool:
+    if isinstance(content, torch.Tensor):
+        return not torch.equal(tensor.detach().flatten(), content)
     return (checksum(tensor) if isinstance(content, int) else _bytes(tensor)) != content
 
 

@@ -101,10 +101,17 @@ class Metering:
         )
         if step.retried and step.accumulates:  # what the failed attempt had added to was put aside
             step.gradients.aside_bytes = max(0, step.resident.old_gradient_bytes - step.gradients()[0])
-        known = step.known if step.learns else ()
+        known = step.known() if step.learns else ()
         # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
         stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
-        step.recorder = StepRecorder(self._device, known, step.gradients, profile=profile, gradients_stay=stay)
+        step.recorder = StepRecorder(
+            self._device,
+            known,
+            step.gradients,
+            profile=profile,
+            gradients_stay=stay,
+            renewed=self._ledger.model_tensors,
+        )
 
     def _measures_planned(self, step: Step) -> bool:
         if not step.resident.zeroes_gradients and not step.accumulates:
@@ -157,7 +164,7 @@ class Metering:
 
     def _follow_inputs(self, step: Step) -> None:
         if self.planned < WATCHED_STEPS or self._watches(step):
-            self._session.follow_inputs(InputWatch(step.known))
+            self._session.follow_inputs(InputWatch(step.known(), self._ledger.model_tensors))
 
     def _without_gradients(self, step: Step, there_bytes: int) -> int:
         """What of the bytes that are there at a step's start is no gradient."""

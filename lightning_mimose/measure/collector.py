@@ -22,7 +22,7 @@ from lightning_mimose.measure.cycles import Cycles
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
-from lightning_mimose.measure.storages import Known, Storages
+from lightning_mimose.measure.storages import Storages, Tensors
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
@@ -38,11 +38,12 @@ class StepRecorder:
 
     Args:
         device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
-        resident: Storages that are not activations (parameters, buffers), left out of what units save; see `Storages`.
+        resident: Storages that are not activations (parameters, buffers), left out of what units save.
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
         profile: Whether torch's profiler is free to be used.
         gradients_stay: See `Curve`.
+        renewed: See `Storages`.
 
     Attributes:
         replays: The step's recomputations.
@@ -52,15 +53,16 @@ class StepRecorder:
     def __init__(
         self,
         device: torch.device,
-        resident: Known,
+        resident: Sequence[torch.Tensor],
         gradient_bytes: GradientBytes,
         *,
         count_flops: bool = True,
         profile: bool = True,
         gradients_stay: bool = False,
+        renewed: Tensors | None = None,
     ) -> None:
         self._curve = Curve(device, gradient_bytes, profile=profile, gradients_stay=gradients_stay)
-        self._storages = Storages(resident, self._curve.ask)
+        self._storages = Storages(resident, self._curve.ask, renewed)
         self._calls: list[Call] = []
         self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)
         self._stack: list[Call] = []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_mimose.measure.storages import Known, Storages
+from lightning_mimose.measure.storages import Storages, Tensors
 from lightning_mimose.measure.trace import call_key
 from lightning_mimose.parts import storages_in
 
@@ -18,7 +18,8 @@ class InputWatch:
     """Follows every storage that a unit is given, without holding it.
 
     Args:
-        known: Tensors that are no activations; see `Storages`.
+        known: Tensors that are no activations.
+        renewed: Tells those of them that may be replaced; see `Storages`.
 
     Example:
         >>> watch, mask = InputWatch([]), torch.ones(3)
@@ -30,8 +31,8 @@ class InputWatch:
         {('block', 'block#1'): ['block#1'], ('head',): ['head']}
     """
 
-    def __init__(self, known: Known) -> None:
-        self._storages = Storages(known)
+    def __init__(self, known: Iterable[torch.Tensor], renewed: Tensors | None = None) -> None:
+        self._storages = Storages(known, renewed=renewed)
         self._given: dict[int, set[str]] = {}
         self._last: dict[int, str] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -311,10 +311,13 @@ class ResidentLedger:
         """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
         return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes()
 
+    def model_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers as they are now: any of them may be replaced in a step."""
+        return [*self._model.parameters(), *self._model.buffers()]
+
     def lasting_tensors(self) -> list[torch.Tensor]:
-        """What holds them, as it is now: any of it may be replaced in a step."""
-        model, every = self._model, (*self._optimizers, *self._living())
-        return [*model.parameters(), *model.buffers(), *_state_tensors(every)]
+        """Likewise, with the optimizers' state."""
+        return [*self.model_tensors(), *_state_tensors((*self._optimizers, *self._living()))]
 
     def there_bytes(self) -> int:
         """All that is there between two steps: with gradients, and without what is only reserved."""

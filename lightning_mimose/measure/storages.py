@@ -12,17 +12,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.parts import plain_parts, storages_in
 
-Known = Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]]
-"""Tensors that are not activations, or who tells them."""
+Tensors = Callable[[], Iterable[torch.Tensor]]
+"""Tells tensors as they are now."""
 
 
 class Storages:
     """Numbers the storages of one step. A number is never used again, unlike an address.
 
     Args:
-        resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold. Who tells
-            them is asked again when one has gone: another may be in its place.
+        resident: Tensors that are not activations (parameters, buffers, the batch), whose storages calls do not hold.
         ask: Told each storage that is first seen where a call is given it: it may be older than the step.
+        renewed: Tells those that may be replaced by others, and is asked when one has gone. Not the batch: where a
+            step puts others into it (blocks that hand on a dictionary), these are activations.
 
     Attributes:
         asked: The numbers of those, in order.
@@ -35,12 +36,17 @@ class Storages:
         ([1, 2, 1], {1: 12})
     """
 
-    def __init__(self, resident: Known, ask: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        self._tell = resident if callable(resident) else None
+    def __init__(
+        self,
+        resident: Iterable[torch.Tensor],
+        ask: Callable[[torch.UntypedStorage], None] | None = None,
+        renewed: Tensors | None = None,
+    ) -> None:
+        self._renewed = renewed
         self._resident: set[int] = set()
         self._gone: list[int] = []
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
-        self._take(resident() if callable(resident) else resident)
+        self._take(resident)
         self._numbers: Any = WeakIdKeyDictionary()
         self._last = 0
         self._ask = ask
@@ -68,8 +74,8 @@ class Storages:
         """Whether it is that of a parameter or a buffer."""
         if self._gone:
             self._gone.clear()
-            if self._tell is not None:
-                self._take(self._tell())
+            if self._renewed is not None:
+                self._take(self._renewed())
         return storage._cdata in self._resident
 
     def bytes_in(self, tree: Any) -> dict[int, int]:
@@ -96,7 +102,7 @@ class Storages:
         """Forget all of them: the step is over."""
         self._numbers.clear()
         self._ends.clear()
-        self._tell = None
+        self._renewed = None
 
 
 def _goes(resident: set[int], gone: list[int], key: int, _: object) -> None:

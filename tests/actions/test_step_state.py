@@ -95,6 +95,33 @@ def test_what_a_step_replaces_is_not_kept_alive(learning: bool) -> None:
     assert "large" in dict(model.named_buffers())
 
 
+def test_one_tensor_in_two_places_is_one_again() -> None:
+    """Although a step replaces it in both, and nothing holds the old one."""
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    for learning in (True, False):
+        model.large = model.also = torch.full((LARGE_BYTES,), 2.0)
+        if learning:  # large tensors are copied only when it is known that they are replaced
+            state.copy(learning=True).learn()
+        copy = state.copy(learning=learning)
+        model.large = model.also = torch.zeros(LARGE_BYTES)
+        copy.learn()
+    assert copy.put_back()
+    assert model.large is model.also
+    assert float(model.large.sum()) == 2 * LARGE_BYTES
+
+
+def test_a_tensor_with_attributes_is_put_back_itself() -> None:
+    """Another one would be told from it."""
+    model = Model()
+    model.constant.origin = "here"
+    copy = StepState(lambda: list(model.modules())).copy(learning=True)
+    model.constant = model.constant + 1
+    assert copy.put_back()
+    assert model.constant.origin == "here"
+    assert model.constant.tolist() == [1.0] * 8
+
+
 def test_on_the_host_a_copy_is_no_tensor() -> None:
     """What is kept aside is not part of what the step is measured to hold."""
     model = Model()

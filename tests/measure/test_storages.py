@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch
@@ -23,7 +24,7 @@ def test_the_address_of_what_was_replaced_may_be_an_activations() -> None:
 
 
 def test_what_takes_the_place_of_what_is_gone_is_resident() -> None:
-    """Where somebody tells what is; nothing is kept alive by that, and nothing is asked after the end."""
+    """Nothing is kept alive by that, and nothing is asked after the end."""
     model = nn.BatchNorm1d(4)
     asked = []
 
@@ -31,7 +32,7 @@ def test_what_takes_the_place_of_what_is_gone_is_resident() -> None:
         asked.append(len(asked))
         return [*model.parameters(), *model.buffers()]
 
-    storages = Storages(tell)
+    storages = Storages(tell(), renewed=tell)
     old = weakref.ref(model.running_mean.untyped_storage())
     model.weight.data = model.weight.data + 1
     model.running_mean = model.running_mean + 1
@@ -43,3 +44,15 @@ def test_what_takes_the_place_of_what_is_gone_is_resident() -> None:
     model.weight.data = model.weight.data + 1
     storages.is_resident(model.weight.untyped_storage())
     assert asked == [0, 1]
+
+
+def test_what_a_step_puts_into_its_batch_is_an_activation() -> None:
+    """Blocks may hand on a dictionary that begins as the batch, each with a result of its own in it."""
+    model, batch = nn.Linear(4, 4), {"x": torch.ones(2, 4)}
+    storages = Storages([*model.parameters(), batch["x"]], renewed=lambda: list(model.parameters()))
+    assert storages.is_resident(batch["x"].untyped_storage())
+    batch["x"] = model(batch["x"]).relu().detach() + 1
+    gc.collect()
+    model.weight.data = model.weight.data + 1
+    assert not storages.is_resident(batch["x"].untyped_storage())
+    assert storages.is_resident(model.weight.untyped_storage())
