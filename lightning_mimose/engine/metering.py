@@ -55,11 +55,16 @@ class Metering:
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
         self._bounded += step.advice.bounded
-        step.learns = step.sheltered and (self._due > 0 or not step.undecided)
+        step.learns = step.sheltered and (self._due > 0 or not step.undecided) and not self._lessons.rest()
         if step.undecided:
             step.is_measured = step.learns or self._is_free or self._measures_undecided()
         else:
-            step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
+            step.is_measured = step.learns or self._is_free or (not step.sheltered and self._measures_planned(step))
+
+    def ran(self, step: Step) -> None:
+        """Count a step that is over."""
+        self.planned += not step.sheltered
+        self._lessons.ran(step)
 
     def decided(self, step: Step) -> None:
         """A step that has begun without a size has one: what is decided about it is known."""
@@ -80,7 +85,7 @@ class Metering:
 
         By a mode of our own, for a profiler may run by now; not where another mode does, which would end before it.
         """
-        if step.updating or step.learns:
+        if step.updating or step.learns or self._lessons.rest():
             return
         if step.measuring and isinstance(step.recorder, StepRecorder):
             step.learns = step.begun_late = True
@@ -93,7 +98,8 @@ class Metering:
 
     def _give_recorder(self, step: Step, *, profile: bool) -> None:
         if self._is_free and not step.learns:
-            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0)
+            timed = step.undecided or not step.sheltered
+            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0) if timed else None
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
             return
         step.gradients = GradientLedger(
