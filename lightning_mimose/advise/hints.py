@@ -84,9 +84,9 @@ def size_hint(steps: int, varying: Sequence[str]) -> str | None:
         return None
     named = ", ".join(varying[:4]) + (", ..." if len(varying) > 4 else "")
     return (
-        f"{steps} steps and more ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is hardly "
-        "ever known for all of them together. If few numbers decide (the longest, the largest, the total), name those: "
-        "size_fn=lambda batch: {'longest': ...}."
+        f"{steps} steps and more ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is "
+        "hardly ever known for all of them together. If few numbers decide (the longest, the largest, the total), name "
+        "those: size_fn=lambda batch: {'longest': ...}."
     )
 
 
