@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.actions import step_state
 from lightning_mimose.actions.step_state import LARGE_BYTES, StepState
 from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
@@ -76,9 +77,14 @@ def test_a_large_tensor_is_told_of_and_then_copied() -> None:
     assert float(model.large.sum()) == LARGE_BYTES
 
 
+@pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("learning", [True, False])
-def test_what_a_step_replaces_is_not_kept_alive(learning: bool) -> None:
-    """And yet it can be put back: another tensor with the same content."""
+def test_what_a_step_replaces_is_not_kept_alive(
+    learning: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And yet it can be put back: another tensor with the same content; on an accelerator the copy is there, too."""
+    if on_device:
+        monkeypatch.setattr(step_state, "_content", lambda tensor: tensor.detach().flatten().clone())
     model = Model()
     state = StepState(lambda: list(model.modules()))
     for _ in range(4):
