@@ -111,7 +111,8 @@ class StepState:
     def __init__(self, modules: Callable[[], Sequence[nn.Module]]) -> None:
         self._modules = modules
         self._written: dict[tuple[int, str], Place] = {}
-        self._replaced: set[tuple[int, str]] = set()
+        self.replaced: set[tuple[int, str]] = set()
+        """Where steps were seen to put other tensors: identities of owners, and names."""
         self._copies = 0
 
     def copy(self, *, learning: bool) -> StepCopy:
@@ -127,10 +128,6 @@ class StepState:
         """Whether steps were seen to write there."""
         return (id(owner), name) in self._written
 
-    def replaces(self, owner: nn.Module | None, name: str) -> bool:
-        """Whether steps were seen to put other tensors there."""
-        return (id(owner), name) in self._replaced
-
     def add(self, found: Saved) -> None:
         """Remember what was written."""
         for entry, place in zip(found, places(found), strict=True):
@@ -139,7 +136,7 @@ class StepState:
     def add_replaced(self, found: Saved) -> None:
         """Remember where another tensor was put."""
         self.add(found)
-        self._replaced.update((id(entry.owner), entry.name) for entry in found)
+        self.replaced.update((id(entry.owner), entry.name) for entry in found)
 
 
 class StepCopy:
@@ -162,12 +159,12 @@ class StepCopy:
         self._entries = copy_all(modules, tensors=False)
 
     def _copy_known(self, known: list[Place]) -> None:
-        tensors = []
+        tensors, replaced = [], self._state.replaced
         for entry in copy_places(known, tensors=False) if known else ():
             value = entry.value
             if not (isinstance(value, torch.Tensor) and is_readable(value)):
                 self._entries.append(entry)
-            elif self._state.replaces(entry.owner, entry.name):
+            elif replaced and (id(entry.owner), entry.name) in replaced:
                 self._suspect(entry.owner, entry.name, value, _content(value))
             else:
                 self._entries.append(entry)
