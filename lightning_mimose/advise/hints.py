@@ -74,7 +74,7 @@ def size_hint(steps: int, varying: Sequence[str]) -> str | None:
     """What to do about sizes in so many dimensions that they are hardly ever known.
 
     Args:
-        steps: How many ran sheltered.
+        steps: How many sheltered ones were measured.
         varying: The dimensions that vary.
 
     Returns:
@@ -84,9 +84,9 @@ def size_hint(steps: int, varying: Sequence[str]) -> str | None:
         return None
     named = ", ".join(varying[:4]) + (", ..." if len(varying) > 4 else "")
     return (
-        f"{steps} steps ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is hardly "
-        "ever known for all of them together. If few numbers decide (the longest, the largest, the total), name those: "
-        "size_fn=lambda batch: {'longest': ...}."
+        f"{steps} steps and more ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is "
+        "hardly ever known for all of them together. If few numbers decide (the longest, the largest, the total), name "
+        "those: size_fn=lambda batch: {'longest': ...}."
     )
 
 

@@ -152,16 +152,17 @@ class PeakMeter:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or [])
         gradients = _storages(p.grad for p in model.parameters() if p.grad is not None)
         state = (tensor for each in optimizers for tensor in _tensors(list(each.state.values())))
-        fixed = _storages([*model.parameters(), *model.buffers(), *state, *_tensors(batch)])
-        self._resident = {address: storage.nbytes() for address, storage in (fixed | gradients).items()}
+        replaceable = _storages([*model.parameters(), *model.buffers(), *state]) | gradients
+        resident = _storages(_tensors(batch)) | replaceable
+        self._resident = {address: storage.nbytes() for address, storage in resident.items()}
         self.resident_bytes = sum(self._resident.values())
         self.peak_bytes = self.resident_bytes
-        # The profiler reports no free of a block that was allocated outside any session. Gradients are the resident
-        # blocks that go away during a step (`zero_grad`), so their end is also noted here.
+        # The profiler reports no free of a block that was allocated outside any session. Gradients go away during a
+        # step (`zero_grad`), and so does what is replaced (`parameter.data = ...`), so their end is also noted here.
         self._freed: list[tuple[int, int]] = []
         self._finalizers = [
             weakref.finalize(storage, lambda address: self._freed.append((time.time_ns(), address)), address)
-            for address, storage in gradients.items()
+            for address, storage in replaceable.items()
         ]
         self._profile: profile = _MemoryProfile(use_kineto=True, profile_memory=True)
 

@@ -320,7 +320,7 @@ class Engine:
         self.running.disarm(step)
         if self.tenancy is not None:
             self.tenancy.turn()
-        self._metering.planned += not step.sheltered
+        self._metering.ran(step)
         return step.record(number, self.advisor.tracker.named(step.size), self.advisor.budget_bytes, actions)
 
     def drop_step(self) -> None:

@@ -24,6 +24,7 @@ from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES
+from lightning_mimose.predict.resting import Resting
 from lightning_mimose.sizes import BatchSize
 
 UNMEASURED_STEPS = 3
@@ -71,6 +72,7 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
+        self._resting = Resting()
         self.renews = False
 
     @property
@@ -110,6 +112,19 @@ class Lessons:
             return None  # of others' work on the device its time tells as much
         self._timed += 1
         return self._laps.now()
+
+    def rest(self) -> bool:
+        """Whether the running step is not learnt from, though it is sheltered: too many of its like were, in vain."""
+        return self._resting.rests(self._way)
+
+    def ran(self, step: Step) -> None:
+        """A step is over, learnt from or not."""
+        self._resting.ran(self._way, step.size.dims, sheltered=step.sheltered)
+
+    @property
+    def _way(self) -> tuple[object, int]:
+        # Another one wherever something is learnt anew, and each mode and kind of step has its own.
+        return self._advisor.estimator.token, self._advisor.forgotten
 
     def in_vain(self, size: BatchSize) -> bool:
         """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""

@@ -55,11 +55,16 @@ class Metering:
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
         self._bounded += step.advice.bounded
-        step.learns = step.sheltered and (self._due > 0 or not step.undecided)
+        step.learns = step.sheltered and (self._due > 0 or not step.undecided) and not self._lessons.rest()
         if step.undecided:
             step.is_measured = step.learns or self._is_free or self._measures_undecided()
         else:
-            step.is_measured = step.sheltered or self._is_free or self._measures_planned(step)
+            step.is_measured = step.learns or self._is_free or (not step.sheltered and self._measures_planned(step))
+
+    def ran(self, step: Step) -> None:
+        """Count a step that is over."""
+        self.planned += not step.sheltered
+        self._lessons.ran(step)
 
     def decided(self, step: Step) -> None:
         """A step that has begun without a size has one: what is decided about it is known."""
@@ -80,7 +85,7 @@ class Metering:
 
         By a mode of our own, for a profiler may run by now; not where another mode does, which would end before it.
         """
-        if step.updating or step.learns:
+        if step.updating or step.learns or self._lessons.rest():
             return
         if step.measuring and isinstance(step.recorder, StepRecorder):
             step.learns = step.begun_late = True
@@ -93,7 +98,8 @@ class Metering:
 
     def _give_recorder(self, step: Step, *, profile: bool) -> None:
         if self._is_free and not step.learns:
-            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0)
+            timed = step.undecided or not step.sheltered
+            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0) if timed else None
             step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
             return
         step.gradients = GradientLedger(
@@ -104,7 +110,14 @@ class Metering:
         known = step.known() if step.learns else ()
         # DDP's buckets stay when gradients that lie in them are set to None (`gradient_as_bucket_view`).
         stay = self._ledger.bucket_bytes > 0 and step.gradients.are_windows
-        step.recorder = StepRecorder(self._device, known, step.gradients, profile=profile, gradients_stay=stay)
+        step.recorder = StepRecorder(
+            self._device,
+            known,
+            step.gradients,
+            profile=profile,
+            gradients_stay=stay,
+            renewed=self._ledger.model_tensors,
+        )
 
     def _measures_planned(self, step: Step) -> bool:
         if not step.resident.zeroes_gradients and not step.accumulates:
@@ -142,7 +155,7 @@ class Metering:
     def _start(self, step: Step) -> None:
         assert step.recorder is not None
         step.measuring = True
-        step.recorder.start()
+        self._start_recorder(step.recorder)
         if isinstance(step.recorder, PeakRecorder):
             step.began_bytes = step.recorder.lasting_bytes
         elif self._is_free:
@@ -150,9 +163,14 @@ class Metering:
         if step.learns and isinstance(step.recorder, StepRecorder):
             self._session.record(step.recorder)
 
+    def _start_recorder(self, recorder: StepRecorder | PeakRecorder) -> None:
+        recorder.start()
+        if isinstance(recorder, StepRecorder) and not self._is_free:  # an accelerator's counters see all that goes
+            recorder.follow(self._ledger.lasting_tensors())
+
     def _follow_inputs(self, step: Step) -> None:
         if self.planned < WATCHED_STEPS or self._watches(step):
-            self._session.follow_inputs(InputWatch(step.known()))
+            self._session.follow_inputs(InputWatch(step.known(), self._ledger.model_tensors))
 
     def _without_gradients(self, step: Step, there_bytes: int) -> int:
         """What of the bytes that are there at a step's start is no gradient."""
@@ -192,7 +210,7 @@ class Metering:
         else:
             step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
             step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
-        step.recorder.start()
+        self._start_recorder(step.recorder)
         if isinstance(step.recorder, StepRecorder):
             # The step's own gradients, which an update that evaluates the loss again (SAM's) may let go of first.
             step.recorder.adopt(each.grad for each, _ in self._ledger.parameters() if each.grad is not None)

@@ -22,7 +22,7 @@ from lightning_mimose.measure.cycles import Cycles
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
-from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.storages import Storages, Tensors
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
@@ -43,6 +43,7 @@ class StepRecorder:
         count_flops: Whether to count operations in recomputations.
         profile: Whether torch's profiler is free to be used.
         gradients_stay: See `Curve`.
+        renewed: See `Storages`.
 
     Attributes:
         replays: The step's recomputations.
@@ -58,9 +59,10 @@ class StepRecorder:
         count_flops: bool = True,
         profile: bool = True,
         gradients_stay: bool = False,
+        renewed: Tensors | None = None,
     ) -> None:
         self._curve = Curve(device, gradient_bytes, profile=profile, gradients_stay=gradients_stay)
-        self._storages = Storages(resident, self._curve.ask)
+        self._storages = Storages(resident, self._curve.ask, renewed)
         self._calls: list[Call] = []
         self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)
         self._stack: list[Call] = []
@@ -92,6 +94,10 @@ class StepRecorder:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Name tensors that are older than the start and are to be seen when they go."""
         self._curve.adopt(storages_in(list(tensors)))
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name tensors that are resident and may be replaced by others in the step (`parameter.data = ...`)."""
+        self._curve.follow(storages_in(list(tensors)))
 
     def begin_backward(self, loss: torch.Tensor | None = None) -> None:
         """Mark the start of a backward pass, and note who holds what at this moment.

@@ -117,6 +117,11 @@ class Curve:
         assert self._meter is not None
         self._meter.adopt(storages)
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Name what is resident: where it is replaced, the old goes and the new counts in its place."""
+        assert self._meter is not None
+        self._meter.follow(storages)
+
     def ask(self, storage: torch.UntypedStorage) -> None:
         """Ask whether a storage is older than the start; `older` tells at the end."""
         assert self._meter is not None

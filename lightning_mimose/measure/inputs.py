@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_mimose.measure.storages import Storages
+from lightning_mimose.measure.storages import Storages, Tensors
 from lightning_mimose.measure.trace import call_key
 from lightning_mimose.parts import storages_in
 
@@ -19,6 +19,7 @@ class InputWatch:
 
     Args:
         known: Tensors that are no activations.
+        renewed: Tells those of them that may be replaced; see `Storages`.
 
     Example:
         >>> watch, mask = InputWatch([]), torch.ones(3)
@@ -30,8 +31,8 @@ class InputWatch:
         {('block', 'block#1'): ['block#1'], ('head',): ['head']}
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        self._storages = Storages(known)
+    def __init__(self, known: Iterable[torch.Tensor], renewed: Tensors | None = None) -> None:
+        self._storages = Storages(known, renewed=renewed)
         self._given: dict[int, set[str]] = {}
         self._last: dict[int, str] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -50,6 +50,12 @@ class Meter(Protocol):
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Told, at the start, what is older and lowers the curve all the same when it goes."""
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Told, at the start, what is resident and may be replaced: when it goes, the curve is lowered from there on.
+
+        Nothing is kept alive by that, and after the stop nothing is told any more.
+        """
+
     def expect_free(self) -> None:
         """Told at a mark that memory goes right after it."""
 

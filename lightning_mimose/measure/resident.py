@@ -21,7 +21,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
-from lightning_mimose.parts import leaves_in, plain_parts
+from lightning_mimose.parts import leaves_in, plain_parts, storages_in
 from lightning_mimose.sharding import held_bytes
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
@@ -187,6 +187,7 @@ def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[
         state = _state_bytes([twin])
         meter = make_meter(torch.device("cpu"))
         meter.start()
+        meter.follow(storages_in([*parameters, *_state_tensors([twin])]))
         try:
             step(twin)
         finally:
@@ -195,8 +196,12 @@ def _probed(optimizer: Optimizer, settings: Mapping[str, Any], parameters: list[
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    return storage_bytes(_state_tensors(optimizers))
+
+
+def _state_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
-    return storage_bytes(leaf for leaf in states if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in states if isinstance(leaf, torch.Tensor)]
 
 
 def _has_none(parameter: torch.Tensor) -> bool:
@@ -305,6 +310,14 @@ class ResidentLedger:
     def lasting_bytes(self) -> int:
         """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
         return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes()
+
+    def model_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers as they are now: any of them may be replaced in a step."""
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def lasting_tensors(self) -> list[torch.Tensor]:
+        """Likewise, with the optimizers' state."""
+        return [*self.model_tensors(), *_state_tensors((*self._optimizers, *self._living()))]
 
     def there_bytes(self) -> int:
         """All that is there between two steps: with gradients, and without what is only reserved."""

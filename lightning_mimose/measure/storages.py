@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +12,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.parts import plain_parts, storages_in
 
+Tensors = Callable[[], Iterable[torch.Tensor]]
+"""Tells tensors as they are now."""
+
 
 class Storages:
     """Numbers the storages of one step. A number is never used again, unlike an address.
 
     Args:
-        resident: Tensors that are not activations (parameters, buffers), whose storages calls do not hold.
+        resident: Tensors that are not activations (parameters, buffers, the batch), whose storages calls do not hold.
         ask: Told each storage that is first seen where a call is given it: it may be older than the step.
+        renewed: Tells those that may be replaced by others, and is asked when one has gone. Not the batch: where a
+            step puts others into it (blocks that hand on a dictionary), these are activations.
 
     Attributes:
         asked: The numbers of those, in order.
@@ -30,13 +37,30 @@ class Storages:
     """
 
     def __init__(
-        self, resident: Iterable[torch.Tensor], ask: Callable[[torch.UntypedStorage], None] | None = None
+        self,
+        resident: Iterable[torch.Tensor],
+        ask: Callable[[torch.UntypedStorage], None] | None = None,
+        renewed: Tensors | None = None,
     ) -> None:
-        self._resident = {part.untyped_storage()._cdata for tensor in resident for part in plain_parts(tensor)}
+        self._renewed = renewed
+        self._resident: set[int] = set()
+        self._gone: list[int] = []
+        self._ends: list[weakref.ref[torch.UntypedStorage]] = []
+        self._take(resident)
         self._numbers: Any = WeakIdKeyDictionary()
         self._last = 0
         self._ask = ask
         self.asked: list[int] = []
+
+    def _take(self, resident: Iterable[torch.Tensor]) -> None:
+        """Know the storages of what is resident, each until it goes: its address may be an activation's then."""
+        for tensor in resident:
+            for part in plain_parts(tensor):
+                storage = part.untyped_storage()
+                key = storage._cdata
+                if key not in self._resident:
+                    self._resident.add(key)
+                    self._ends.append(weakref.ref(storage, partial(_goes, self._resident, self._gone, key)))
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """The storage's number."""
@@ -48,6 +72,10 @@ class Storages:
 
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is that of a parameter or a buffer."""
+        if self._gone:
+            self._gone.clear()
+            if self._renewed is not None:
+                self._take(self._renewed())
         return storage._cdata in self._resident
 
     def bytes_in(self, tree: Any) -> dict[int, int]:
@@ -73,3 +101,10 @@ class Storages:
     def clear(self) -> None:
         """Forget all of them: the step is over."""
         self._numbers.clear()
+        self._ends.clear()
+        self._renewed = None
+
+
+def _goes(resident: set[int], gone: list[int], key: int, _: object) -> None:
+    resident.discard(key)
+    gone.append(key)

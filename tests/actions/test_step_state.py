@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.actions import step_state
 from lightning_mimose.actions.step_state import LARGE_BYTES, StepState
 from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
@@ -71,6 +75,57 @@ def test_a_large_tensor_is_told_of_and_then_copied() -> None:
     model.large += 1
     assert copy.put_back()
     assert float(model.large.sum()) == LARGE_BYTES
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("learning", [True, False])
+def test_what_a_step_replaces_is_not_kept_alive(
+    learning: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And yet it can be put back: another tensor with the same content; on an accelerator the copy is there, too."""
+    if on_device:
+        monkeypatch.setattr(step_state, "_content", lambda tensor: tensor.detach().flatten().clone())
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    for _ in range(4):
+        copy = state.copy(learning=learning)
+        before, constant = snapshot(model), model.constant
+        old = weakref.ref(model.large.untyped_storage())
+        model.large = model.large + 1
+        assert old() is None
+        copy.learn()
+    assert copy.put_back()
+    assert snapshot(model) == before
+    assert model.constant is constant
+    assert type(model.large) is torch.Tensor
+    assert "large" in dict(model.named_buffers())
+
+
+def test_one_tensor_in_two_places_is_one_again() -> None:
+    """Although a step replaces it in both, and nothing holds the old one."""
+    model = Model()
+    state = StepState(lambda: list(model.modules()))
+    for learning in (True, False):
+        model.large = model.also = torch.full((LARGE_BYTES,), 2.0)
+        if learning:  # large tensors are copied only when it is known that they are replaced
+            state.copy(learning=True).learn()
+        copy = state.copy(learning=learning)
+        model.large = model.also = torch.zeros(LARGE_BYTES)
+        copy.learn()
+    assert copy.put_back()
+    assert model.large is model.also
+    assert float(model.large.sum()) == 2 * LARGE_BYTES
+
+
+def test_a_tensor_with_attributes_is_put_back_itself() -> None:
+    """Another one would be told from it."""
+    model = Model()
+    model.constant.origin = "here"
+    copy = StepState(lambda: list(model.modules())).copy(learning=True)
+    model.constant = model.constant + 1
+    assert copy.put_back()
+    assert model.constant.origin == "here"
+    assert model.constant.tolist() == [1.0] * 8
 
 
 def test_on_the_host_a_copy_is_no_tensor() -> None:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_mimose.bench.meter import DeviceMeter, PeakMeter
 from tests.helpers.allocator import Accelerator
 
 KIB = 1024
+
+
+def test_what_is_replaced_counts_once() -> None:
+    """Whoever allocated it: here it was there before any session."""
+    peaks = []
+    for in_place in (False, True):
+        model = nn.Linear(256, 256, bias=False)
+        with PeakMeter(model) as meter:
+            new = model.weight.data * 0.9
+            if in_place:
+                model.weight.data.copy_(new)
+            else:
+                model.weight.data = new
+            del new
+            kept = torch.ones(256, 512)
+        peaks.append(meter.peak_bytes)
+        del kept
+    assert peaks == [3 * 256 * KIB, 3 * 256 * KIB]
 
 
 def test_who_puts_the_allocators_mark_back_hides_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +118,41 @@ def test_the_profiler_meter_does_not_lower_the_curve_for_old_memory() -> None:
     del a, b
     assert meter.stop() == [Interval(0, 10 * KIB), Interval(10 * KIB, 11 * KIB, KIB)]
     assert not meter.sees_old_frees
+
+
+@METERS
+def test_what_is_replaced_counts_once(make: Callable[[], Meter]) -> None:
+    """What was followed lowers the curve when it goes; meanwhile both are there, and nothing is kept alive by that."""
+    weight, lost = nn.Parameter(block(10), requires_grad=False), block(3)
+    old = weakref.ref(weight.untyped_storage())
+    meter = make()
+    meter.start()
+    meter.follow([weight.untyped_storage(), weight.data.view(2, -1).untyped_storage(), lost.untyped_storage()])
+    weight.data = weight.data.clone()
+    assert old() is None
+    meter.mark()
+    a = block(5)
+    weight.data = weight.data.clone()  # what was made since the start goes as it always does
+    meter.mark()
+    del lost, a
+    assert meter.stop() == [
+        Interval(0, 10 * KIB, 0),
+        Interval(0, 15 * KIB, 5 * KIB),
+        Interval(5 * KIB, 5 * KIB, 2 * KIB),
+    ]
+    assert not meter.sees_old_frees
+
+
+@METERS
+def test_what_goes_after_the_stop_is_not_followed(make: Callable[[], Meter]) -> None:
+    old = block(10)
+    meter = make()
+    meter.start()
+    meter.follow([old.untyped_storage()])
+    measured = meter.stop()
+    assert weakref.getweakrefcount(old.untyped_storage()) == 0
+    del old
+    assert measured == [Interval(0, 0)]
 
 
 def test_both_meters_agree_on_a_convolutional_net() -> None:

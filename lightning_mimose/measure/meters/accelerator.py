@@ -64,6 +64,9 @@ class AcceleratorMeter:
     def adopt(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """All memory is seen to go."""
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """All memory is seen to go."""
+
     def expect_free(self) -> None:
         """Look again when the memory has gone: until then a peak is no less than what there is now.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class DispatchMeter(ThreadedMode):
         self._rest: int | None = None
         self._known: dict[int, int] = {}
         self._gathered: dict[int, torch.UntypedStorage] = {}
+        self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._intervals: list[Interval] = []
         self.sees_old_frees = False
         self.allocator: Allocator | None = None
@@ -64,11 +66,19 @@ class DispatchMeter(ThreadedMode):
                 weakref.finalize(storage, self._freed, storage._cdata)
         self.sees_old_frees = True
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Lower the curve when one of them goes."""
+        for storage in storages:
+            key = storage._cdata
+            if key not in self._followed and storage.device.type == "cpu" and storage.nbytes():
+                self._followed[key] = weakref.ref(storage, partial(self._lower, storage.nbytes()))
+
     def expect_free(self) -> None:
         """The next operator will see it."""
 
     def stop(self) -> list[Interval]:
         """Leave the mode."""
+        self._followed.clear()
         self.__exit__(None, None, None)
         self.mark()
         self._gathered.clear()
@@ -99,8 +109,11 @@ class DispatchMeter(ThreadedMode):
 
     def _freed(self, key: int) -> None:
         if key in self._known:
-            self._level -= self._known.pop(key)
-            self._rest = self._level if self._rest is None else self._rest
+            self._lower(self._known.pop(key))
+
+    def _lower(self, nbytes: int, _: object = None) -> None:
+        self._level -= nbytes
+        self._rest = self._level if self._rest is None else self._rest
 
     def _notice_filled(self, tree: Any) -> None:
         for storage in storages_in(tree):

@@ -6,8 +6,10 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.autograd.profiler import profile, record_function
 
 from lightning_mimose.measure.interval import Allocator, Interval
 
-_MARK, _ASK = "lightning_mimose/", "lightning_mimose/asked"
+_MARK, _ASK, _GONE = "lightning_mimose/", "lightning_mimose/asked", "lightning_mimose/gone "
 _session = threading.Lock()
 """Held while a `ProfilerMeter` runs."""
 
@@ -49,7 +51,7 @@ class ProfilerMeter:
     """Replays the memory events of torch's profiler: exact on CPU, kernel scratch included.
 
     Frees of blocks that were allocated before the start are left out (the profiler knows some of them and not
-    others), so the curve is that of the memory allocated since.
+    others), so the curve is that of the memory allocated since, less what was followed and has gone.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class ProfilerMeter:
         self.older: list[bool] = []
         self._asked: list[int] = []
         self._adopted: dict[int, int] = {}
+        self._followed: list[weakref.ref[torch.UntypedStorage]] = []
 
     def start(self) -> None:
         """Start the profiler; waits for another thread's session to end, if one began since `make_meter` looked."""
@@ -89,11 +92,17 @@ class ProfilerMeter:
         self._adopted = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self.sees_old_frees = True
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Have an event put into the trace when one of them goes, whoever allocated it."""
+        for storage in {storage._cdata: storage for storage in storages if _is_here(storage)}.values():
+            self._followed.append(weakref.ref(storage, partial(_goes, storage.nbytes())))
+
     def expect_free(self) -> None:
         """The profiler will see it."""
 
     def stop(self) -> list[Interval]:
         """Stop the profiler and replay its trace."""
+        self._followed.clear()
         if self._running:
             self._running = False
             try:
@@ -118,6 +127,10 @@ class ProfilerMeter:
             if event.name == _ASK:
                 self.older.append(self._asked[len(self.older)] not in alive)
                 continue
+            if event.name.startswith(_GONE):
+                level -= int(event.name.removeprefix(_GONE))
+                rest = level if rest is None else rest
+                continue
             fields = event.extra_fields
             if fields.alloc_size > 0:
                 alive[fields.ptr] = fields.alloc_size
@@ -133,11 +146,21 @@ class ProfilerMeter:
         return intervals[1:]
 
 
+def _is_here(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu" and storage.nbytes() > 0
+
+
+def _goes(nbytes: int, _: object) -> None:
+    # Its size is in the name: what goes in a thread that the profiler does not see leaves no event.
+    with record_function(f"{_GONE}{nbytes}"):
+        pass
+
+
 def _memory_and_marks(events: list[Any]) -> Iterator[Any]:
     stack = list(events)
     while stack:
         event = stack.pop()
-        if event.name in ("[memory]", _MARK, _ASK):
+        if event.name in ("[memory]", _MARK, _ASK) or event.name.startswith(_GONE):
             yield event
         stack.extend(event.children)
 

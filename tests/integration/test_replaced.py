@@ -1,0 +1,145 @@
+"""Parameters and buffers that a step replaces instead of writing them: they count once, wherever that happens."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import MimoseCallback
+from lightning_mimose.measure.resident import probe_optimizer
+from tests.helpers.fits import Fit, run, same
+from tests.helpers.models import Batch, Task, TinyText, text_batch
+
+STEPS = 24
+
+
+def data() -> list[Batch]:
+    """Texts of many lengths."""
+    sizes = random.Random(1)
+    return [text_batch(4, sizes.choice(range(24, 64, 4)), i) for i in range(STEPS)]
+
+
+class Taught(Task):
+    """The moving average of the weights teaches, and is made anew at the beginning of every step, as in MoCo."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__(TinyText(3, 48))
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                mine.data = mine.data * 0.99 + theirs.data * 0.01
+            taught = self.teacher(**batch).loss
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss + (loss - taught) ** 2
+
+
+class TaughtInMidStep(Taught):
+    """Made anew between the two forwards: activations lie where it was."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                mine.data = mine.data * 0.99 + theirs.data * 0.01
+            taught = self.teacher(**batch).loss
+        return loss + (loss - taught) ** 2
+
+
+class Clipped(Task):
+    """Its own weights are replaced, before the forward and after the backward."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__(TinyText(3, 48))
+
+    def _clip(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clamp(-0.5, 0.5)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self._clip()
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self._clip()
+
+
+class Centered(Task):
+    """A large buffer is another object in every step."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__(TinyText(3, 48))
+        self.register_buffer("center", torch.zeros(300, 300))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.center = self.center * 0.9 + 0.01
+        return super().training_step(batch, batch_idx) + self.center.mean()
+
+
+@cache
+def plain(task: type[Task]) -> Fit:
+    return run(task=task, data=data())
+
+
+def check(task: type[Task], share: float, *, metered: bool = True) -> None:
+    """Bit-equal, inside the budget, predicted to a hundredth; measured by us as by the other meter."""
+    budget = plain(task).budget(share)
+    callback = MimoseCallback(budget)
+    fit = run(callback, task=task, data=data(), metered=metered)
+    assert same(fit.weights(), plain(task).weights())
+    planned = [record for record in callback.records if not record.sheltered]
+    assert len(callback.records) - len(planned) <= 7
+    assert any(record.actions for record in planned)
+    peaks = fit.peaks if metered else [record.measured_peak_bytes for record in callback.records]
+    for record, peak in zip(callback.records, peaks, strict=True):
+        if peak is None:
+            continue
+        assert peak <= budget
+        if record.predicted_peak_bytes is not None:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+        if record.measured_peak_bytes is not None:
+            assert record.measured_peak_bytes == pytest.approx(peak, rel=0.01)
+    kept = [record for record in planned if not record.actions and record.measured_peak_bytes]
+    for record in kept:
+        assert record.measured_peak_bytes == pytest.approx(plain(task).peaks[record.step], rel=0.01)
+
+
+@pytest.mark.parametrize(("task", "share"), [(Taught, 0.7), (TaughtInMidStep, 0.7), (Clipped, 0.65)])
+def test_replaced_parameters_count_once(task: type[Task], share: float) -> None:
+    """The meter of the profiler is the other one's: ours is the dispatch mode."""
+    check(task, share)
+
+
+def test_replaced_parameters_count_once_by_the_profiler() -> None:
+    """As it is without another profiler."""
+    check(Taught, 0.65, metered=False)
+
+
+def test_a_replaced_buffer_counts_once() -> None:
+    """It is not kept alive by what is put aside for running a step again."""
+    check(Centered, 0.65)
+
+
+class Averaging(torch.optim.SGD):
+    """Puts new tensors in the place of parameters and of its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["mean"] = state.get("mean", torch.zeros(1)) * 0.9 + parameter.grad * 0.1
+            parameter.data = parameter.data - 0.01 * state["mean"]
+
+
+def test_an_update_that_replaces_what_it_updates_takes_its_temporaries_only() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(10)])
+    cost = probe_optimizer(Averaging(model.parameters(), lr=0.1))
+    assert cost.state_bytes == 10 * 64 * 64 * 4
+    assert cost.transient_bytes <= 3 * 64 * 64 * 4
