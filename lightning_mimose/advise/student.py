@@ -29,9 +29,10 @@ class Student(Forecast):
     Attributes:
         forgotten: How many times all that was measured was forgotten, or older knowledge taken up.
         barred_bytes: What measured peaks count besides, for the allocator must not give it out.
+        scratch_bytes: By how much they may miss predictions for nothing but kernels' scratch memory.
     """
 
-    forgotten = barred_bytes = 0
+    forgotten = barred_bytes = scratch_bytes = 0
 
     def learn(self, size: BatchSize, observation: Observation, *, bare: bool = False) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones.
@@ -80,7 +81,7 @@ class Student(Forecast):
             predicted_bytes = self.timeline_of(prediction, resident).peak_bytes(actions)
         left_free = self.misses.left_free_bytes
         missed = measured_bytes - predicted_bytes
-        small, large = MISSED_SHARE / 4 * measured_bytes, MISSED_SHARE * measured_bytes
+        small, large = MISSED_SHARE / 4 * measured_bytes, max(MISSED_SHARE * measured_bytes, self.scratch_bytes)
         broken = missed > 0 and measured_bytes > self.budget_bytes
         # What all plans leave free for it anyway is no news.
         more = missed > 0 and (missed - left_free > small or missed > large)

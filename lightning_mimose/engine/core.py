@@ -40,6 +40,7 @@ from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import PlannerChoice
+from lightning_mimose.predict.misses import scratch_bytes
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import sharded_modules, sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
@@ -125,6 +126,7 @@ class Engine:
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
         others = Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None
         self.advisor.barred_bytes = others.barred_bytes if others is not None else 0
+        self.advisor.scratch_bytes = scratch_bytes(budget_bytes) if counters.exist(self.device) else 0
         trials = Trials(self.advisor, self.session)
         fixed = size_fn is not None or self.tenancy is not None or len(ranks) > 1
         self._inlets = Inlets(model, self.units, self.advisor, self.session, fixed=fixed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,10 +149,12 @@ class Accelerator(ThreadedMode):
 
     Attributes:
         allocator: Its allocator.
+        scratch_bytes: What a kernel takes while it runs: (operator, its arguments) -> bytes.
     """
 
     def __init__(self, *, fragments: bool = True) -> None:
         super().__init__()
+        self.scratch_bytes: Callable[[Any, Any], int] = lambda func, args: 0
         self.allocator = CachingAllocator(fragments=fragments)
         self._known: dict[int, Block] = {}
         self._workspace: Block | None = None
@@ -160,6 +163,8 @@ class Accelerator(ThreadedMode):
         if self._workspace is None and func.overloadpacket in _PRODUCTS:
             self._workspace = self.allocator.take(WORKSPACE_BYTES)
         out = func(*args, **(kwargs or {}))
+        if scratch_bytes := self.scratch_bytes(func, args):
+            self.allocator.give_back(self.allocator.take(scratch_bytes))
         given = {storage._cdata for storage in storages_in((args, kwargs))}
         for storage in storages_in(out):
             key = storage._cdata
