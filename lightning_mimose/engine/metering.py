@@ -150,6 +150,7 @@ class Metering:
             self._start(step)
         if not step.sheltered:
             self._follow_inputs(step)
+        self._session.own_nodes = 0  # those of calls before the step's forward do not count either
         self._nodes.begin()
 
     def _start(self, step: Step) -> None:
