@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.accumulating import either
+from lightning_mimose.predict.folding import fold
 from lightning_mimose.predict.handing import common
+from lightning_mimose.predict.loops import Known, Loops
 from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
@@ -44,6 +46,7 @@ class Observed:
         varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
+        loops: What steps do the more often the larger they are.
         scatter: By how much steps of one size differ.
         bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
             or once it was measured in another.
@@ -53,6 +56,7 @@ class Observed:
         self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
         self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
+        self.loops = Loops()
         self.bare: Key | None = None
         self._bare_steps = 0
         self._latest: dict[tuple[str, ...], Structure] = {}
@@ -81,6 +85,7 @@ class Observed:
             each other only the longest is learnt from.
         """
         names = names_of(key)
+        structure, values = self._folded(key, structure, values)
         structure, others = either(structure, self.sizes)
         for other in others:
             if other is not self._first:
@@ -91,12 +96,15 @@ class Observed:
         # One of another kind of batch (a text without images) is a path of its own.
         alike = self.alike(names)
         is_known = any(structure.path == other.path for other in alike)
-        is_part = any(structure.path.is_part_of(other.path) for other in alike)
+        # What goes by the size is not left out by chance.
+        by_size = self.goes_by_size(names)
+        is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
         self.varies |= bool(alike) and not is_known
         if is_known or is_part:
             self.waits.known(names)
         else:
-            self.waits.new(names, one_of_several=not all(other.path.is_part_of(structure.path) for other in alike))
+            one_of_several = not by_size and not all(other.path.is_part_of(structure.path) for other in alike)
+            self.waits.new(names, one_of_several=one_of_several)
         if is_part:
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
@@ -104,7 +112,7 @@ class Observed:
                 return False
         self._shorter = 0
         for other in alike:
-            if other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path):
+            if not by_size and (other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path)):
                 rest = {k: values for k, values in self.sizes.pop(other).items() if names_of(k) != names}
                 if rest:
                     self.sizes[other] = rest
@@ -134,6 +142,47 @@ class Observed:
         self._latest.pop(names, None)
         self._latest[names], self._handing = structure, None
         return True
+
+    def goes_by_size(self, names: tuple[str, ...]) -> bool:
+        """Whether the paths that batches with these dimensions take go by how often something is repeated in them."""
+        return not self.loops.refuted and names in self.loops.folded
+
+    def _folded(
+        self, key: Key, structure: Structure, values: NDArray[np.float64]
+    ) -> tuple[Structure, NDArray[np.float64]]:
+        """What a measured step counts as: where numbers of rounds go by the size, all of them are one shape."""
+        was_refuted = self.loops.refuted
+        found = self.loops.take(key, structure, values)
+        if found is not None:
+            folded, more = found
+            known = self.sizes.get(folded, {})
+            if not known:
+                self._begin_folding(names_of(key), folded, more)
+                return folded, more[key]
+            if not self.loops.contradicts(folded, known, key, more[key]):
+                return folded, more[key]
+        if self.loops.refuted and not was_refuted:
+            self._forget([each for each in self.sizes if each.looped])
+        return structure, values
+
+    def _begin_folding(self, names: tuple[str, ...], folded: Structure, known: Known) -> None:
+        """From now on steps whose loops are folded have this shape; so have those that were measured before."""
+        old = []
+        for structure, sizes in self.sizes.items():
+            same = fold(structure, next(iter(sizes.values())))
+            if same is not None and same.structure == folded and names_of(next(iter(sizes))) == names:
+                old.append(structure)
+        self._forget(old)
+        self.sizes[folded] = known.copy()
+        self.waits.left[names], self._shorter = 0, 0
+        self.varies = len({structure.path for structure in self.sizes}) > 1
+
+    def _forget(self, structures: Collection[Structure]) -> None:
+        for structure in structures:
+            del self.sizes[structure]
+        self._first = None if self._first in structures else self._first
+        self._latest = {kind: structure for kind, structure in self._latest.items() if structure in self.sizes}
+        self._handing = None
 
     def note_gradients(self, key: Key, *, bare: bool) -> None:
         """Note whether a step of some size found no gradients of an earlier one."""
@@ -242,6 +291,8 @@ class Observed:
         paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
+            if structure.looped:
+                self.loops.adopt(tuple(name for name, _ in entry["sizes"][0][0]), structure)
             paths.append(structure.path)
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
