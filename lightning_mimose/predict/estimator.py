@@ -191,7 +191,7 @@ class Estimator:
             return None
         alike = observed.alike(names)
         newest = {latest.path: latest} | {other.path: other for other in alike if other.path != latest.path}
-        if len(newest) > 1 and observed.goes_by_size(names):
+        if len(newest) > 1 and names in observed.loops.folds:
             seen = {
                 path: [k for other in alike if other.path == path for k in observed.of(other, names)] for path in newest
             }

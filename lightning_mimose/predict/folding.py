@@ -59,16 +59,6 @@ def has_loops(structure: Structure) -> bool:
     return max(Counter(call.unit for call in structure.calls).values(), default=0) >= FEWEST_ROUNDS
 
 
-def rounds_of(structure: Structure, values: NDArray[np.float64]) -> tuple[int, ...]:
-    """How many rounds were folded, of every call that stands for some.
-
-    Args:
-        structure: A step's shape.
-        values: Shape (columns,).
-    """
-    return tuple(round(values[call.count]) for call in structure.calls if call.count >= 0)
-
-
 def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
     """Fold the loops of a step; None if it has none, or they cannot be folded.
 

@@ -1,142 +1,150 @@
-"""Whether the number of a loop's rounds goes by the size, so that steps of all sizes count as one shape.
+"""Whether how often units are called goes by the size: then loops are folded, and sizes tell which path a step takes.
 
-A model that leaves out calls at random (LayerDrop, over one layer that is called several times) has as many shapes. Of
-those the longest is learnt; folded they would be one whose sizes say nothing. So loops are folded once enough sizes
-have shown numbers that rise with one of their dimensions, and for as long as none contradicts.
+A model that leaves out calls at random (LayerDrop, over one layer that is called several times) has as many shapes as
+one that calls blocks more often for longer texts. Of those the longest is learnt; folded they would be one whose sizes
+say nothing. So loops are folded once enough sizes have shown numbers of calls that rise with one of their dimensions,
+and for as long as none contradicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.folding import fold, has_loops, rounds_of
+from lightning_mimose.predict.folding import FEWEST_ROUNDS, fold
 from lightning_mimose.predict.paths import Key, Path, names_of
 from lightning_mimose.predict.structure import Structure
 
 FEWEST_SIZES, FEWEST_NUMBERS = 6, 3
-"""That have to be seen of a folded shape: sizes, and numbers of rounds among them."""
-MOST_SIZES, MOST_SHAPES = 48, 8
-"""That are remembered until then."""
+"""That have to be seen: sizes, and numbers of calls among them; or else two numbers, and as many sizes again."""
+MOST_SIZES, MOST_STEPS = 256, 16
+"""Sizes of which the number of calls is remembered, and steps that are, until it is known what to make of them."""
 
 Names: TypeAlias = tuple[str, ...]
-Known: TypeAlias = dict[Key, NDArray[np.float64]]
+Calls: TypeAlias = Mapping[str, int]
+"""Unit -> how often it is called."""
+
+
+class Step(NamedTuple):
+    """A measured step.
+
+    Attributes:
+        key: Its size.
+        structure: Its shape.
+        values: Shape (structure.columns,).
+    """
+
+    key: Key
+    structure: Structure
+    values: NDArray[np.float64]
+
+
+class _Kind:
+    """What is known of one kind of batch."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Key, Calls] = {}
+        self.again = 0
+        """How often a size was seen again."""
+        self.steps: dict[Key, Step] = {}
+
+    def saw(self, step: Step) -> bool:
+        """A step was measured; returns whether it contradicts that its calls go by its size."""
+        calls = Counter(call.unit for call in step.structure.calls)
+        before = self.calls.pop(step.key, None)
+        self.again += before == calls
+        self.calls[step.key] = calls
+        if len(self.calls) > MOST_SIZES:
+            del self.calls[next(iter(self.calls))]
+        if len(self.numbers) == 1:  # as in most models
+            return False
+        self.steps.pop(step.key, None)
+        self.steps[step.key] = step
+        if len(self.steps) > MOST_STEPS:
+            del self.steps[next(iter(self.steps))]
+        return before not in (None, calls) or not rise_with_size(self.calls)
+
+    @property
+    def numbers(self) -> set[frozenset[tuple[str, int]]]:
+        """All numbers of calls there are."""
+        return {frozenset(each.items()) for each in self.calls.values()}
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are loops, and enough sizes have shown that they go by the size."""
+        numbers = self.numbers
+        if len(numbers) < 2 or max(count for each in numbers for _, count in each) < FEWEST_ROUNDS:
+            return False
+        return self.again >= FEWEST_SIZES or (len(self.calls) >= FEWEST_SIZES and len(numbers) >= FEWEST_NUMBERS)
 
 
 class Loops:
-    """Follows steps that have loops.
+    """Follows how often units are called in measured steps.
 
     Attributes:
-        folded: Of every kind of batch (names of dimensions): the folded shapes that its steps have.
-        refuted: Whether numbers of rounds do not go by the size: nothing is folded any more.
+        folds: Kinds of batches (names of dimensions) of which the loops are folded.
     """
 
     def __init__(self) -> None:
-        self.folded: dict[Names, set[Structure]] = {}
-        self.refuted = False
-        self._waiting: dict[tuple[Names, Structure], tuple[Structure, Known]] = {}
-        self._alike: list[tuple[Key, Structure, NDArray[np.float64]]] = []
-        """Steps with loops, as long as all of them take one path, as those of most models do."""
+        self.folds: set[Names] = set()
+        self._kinds: dict[Names, _Kind] = {}
+        self._refuted: set[Names] = set()
 
-    def take(self, key: Key, structure: Structure, values: NDArray[np.float64]) -> tuple[Structure, Known] | None:
-        """Look at a measured step.
-
-        Args:
-            key: Its size.
-            structure: Its shape.
-            values: Shape (structure.columns,).
+    def saw(self, step: Step) -> list[Step] | None:
+        """A step was measured.
 
         Returns:
-            Its folded shape, and what is to be learnt of that; None if it counts as it is.
+            What is to be learnt of this kind of batch in place of what was, for its loops are folded from now on, or
+            are not any more; None if nothing changes.
         """
-        if self.refuted or not has_loops(structure):
+        names = names_of(step.key)
+        if names in self._refuted:
             return None
-        steps = [(key, structure, values)]
-        if not self.folded and not self._waiting:
-            self._alike = [*self._alike[1 - MOST_SIZES :], *steps]
-            if all(other.path == structure.path for _, other, _ in self._alike):
-                return None
-            steps, self._alike = self._alike, []
-        return [self._folded(*step) for step in steps][-1]
-
-    def _folded(self, key: Key, structure: Structure, values: NDArray[np.float64]) -> tuple[Structure, Known] | None:
-        found, names = fold(structure, values), names_of(key)
-        if found is None:
-            return None
-        structure, values = found
-        if structure in self.folded.get(names, ()):
-            return structure, {key: values}
-        before, known = self._waiting.pop((names, structure), (structure, {}))
-        # Others may hold on to the first batch's inputs for good.
-        structure = before.with_holds_of(structure) if len(known) > 1 else structure
-        if self.contradicts(structure, known, key, values):
-            return None
-        known.pop(key, None)
-        known[key] = values
-        if (
-            len(known) >= FEWEST_SIZES
-            and len({rounds_of(structure, each) for each in known.values()}) >= FEWEST_NUMBERS
-        ):
-            self.adopt(names, structure)
-            return structure, known
-        self._waiting[names, structure] = structure, dict(list(known.items())[-MOST_SIZES:])
-        if len(self._waiting) > MOST_SHAPES:
-            del self._waiting[next(iter(self._waiting))]
+        kind = self._kinds.setdefault(names, _Kind())
+        if kind.saw(step):
+            self._refuted.add(names)
+            del self._kinds[names]
+            was_folded = names in self.folds
+            self.folds.discard(names)
+            return [] if was_folded else None
+        if names in self.folds:
+            kind.steps.clear()
+        elif kind.is_enough:
+            self.folds.add(names)
+            return list(kind.steps.values())
         return None
 
-    def contradicts(
-        self, structure: Structure, known: Mapping[Key, NDArray[np.float64]], key: Key, values: NDArray[np.float64]
-    ) -> bool:
-        """Whether a step shows that numbers of rounds do not go by the size; that is remembered.
-
-        Args:
-            structure: Its folded shape.
-            known: What is known of that.
-            key: Its size.
-            values: Shape (structure.columns,).
-        """
-        rounds = {each: rounds_of(structure, columns) for each, columns in known.items()}
-        now = rounds_of(structure, values)
-        self.refuted |= rounds.get(key, now) != now or not rise_with_size({**rounds, key: now})
-        return self.refuted
-
-    def adopt(self, names: Names, structure: Structure) -> None:
-        """Fold steps of a kind of batch that have such a shape."""
-        self.folded.setdefault(names, set()).add(structure)
+    def folded(self, step: Step) -> Step:
+        """What a step counts as."""
+        found = fold(step.structure, step.values) if names_of(step.key) in self.folds else None
+        return step if found is None else Step(step.key, *found)
 
     def path_of(self, names: Names, structure: Structure) -> Path:
         """The path that a step counts as of which nothing is known but its shape."""
-        if names in self.folded and not self.refuted:
-            found = fold(structure, np.zeros(structure.columns))
-            if found is not None and any(found.structure.path == known.path for known in self.folded[names]):
-                return found.structure.path
-        return structure.path
+        found = fold(structure, np.zeros(structure.columns)) if names in self.folds else None
+        return (structure if found is None else found.structure).path
 
 
-def rise_with_size(rounds: Mapping[Key, Sequence[int]]) -> bool:
-    """Whether the number of every loop's rounds follows from one dimension, and rises with it.
+def rise_with_size(calls: Mapping[Key, Calls]) -> bool:
+    """Whether it follows from one dimension how often each unit is called, and rises with it.
 
     Args:
-        rounds: Size -> how many there are of every loop.
+        calls: Size -> how often units are called.
 
     Example:
-        >>> rise_with_size({(("ids:1", 32),): (1,), (("ids:1", 60),): (2,), (("ids:1", 64),): (2,)})
+        >>> rise_with_size({(("ids:1", 32),): {"a": 1}, (("ids:1", 60),): {"a": 2}, (("ids:1", 64),): {"a": 2}})
         True
-        >>> rise_with_size({(("ids:1", 32),): (3,), (("ids:1", 60),): (2,)})
+        >>> rise_with_size({(("ids:1", 32),): {"a": 3}, (("ids:1", 60),): {"a": 2}})
         False
     """
-    keys = list(rounds)
-    return all(
-        any(
-            _rises([(key[dim][1], count) for key, count in zip(keys, counts, strict=True)])
-            for dim in range(len(keys[0]))
-        )
-        for counts in zip(*rounds.values(), strict=True)
-    )
+    dims = range(len(next(iter(calls))))
+    units = {unit for each in calls.values() for unit in each}
+    return all(any(_rises((key[dim][1], each.get(u, 0)) for key, each in calls.items()) for dim in dims) for u in units)
 
 
 def _rises(pairs: Iterable[tuple[int, int]]) -> bool:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.predict.accumulating import either
-from lightning_mimose.predict.folding import fold
 from lightning_mimose.predict.handing import common
-from lightning_mimose.predict.loops import Known, Loops
+from lightning_mimose.predict.loops import Loops, Step
 from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
@@ -46,7 +45,7 @@ class Observed:
         varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
-        loops: What steps do the more often the larger they are.
+        loops: Whether how often units are called goes by the size.
         scatter: By how much steps of one size differ.
         bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
             or once it was measured in another.
@@ -84,8 +83,26 @@ class Observed:
             Whether it was: one that leaves calls out needs less than the next one may, so of paths that are parts of
             each other only the longest is learnt from.
         """
+        step = Step(key, structure, values)
+        instead = self.loops.saw(step)
+        if instead is not None:
+            self._forget(names_of(key))
+            for other in instead:
+                if other.key != key:
+                    self._add(self.loops.folded(other), resident_bytes)
+        return self._add(self.loops.folded(step), resident_bytes)
+
+    def _forget(self, names: tuple[str, ...]) -> None:
+        """Forget all batches with these dimensions."""
+        for key in [key for known in self.sizes.values() for key in known if names_of(key) == names]:
+            self.drop(key)
+        self._latest.pop(names, None)
+        self.waits.left[names], self._shorter = 0, 0
+
+    def _add(self, step: Step, resident_bytes: int) -> bool:
+        """Remember one measured step that counts as what it is; see `add`."""
+        key, structure, values = step
         names = names_of(key)
-        structure, values = self._folded(key, structure, values)
         structure, others = either(structure, self.sizes)
         for other in others:
             if other is not self._first:
@@ -97,7 +114,7 @@ class Observed:
         alike = self.alike(names)
         is_known = any(structure.path == other.path for other in alike)
         # What goes by the size is not left out by chance.
-        by_size = self.goes_by_size(names)
+        by_size = names in self.loops.folds
         is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
         self.varies |= bool(alike) and not is_known
         if is_known or is_part:
@@ -142,47 +159,6 @@ class Observed:
         self._latest.pop(names, None)
         self._latest[names], self._handing = structure, None
         return True
-
-    def goes_by_size(self, names: tuple[str, ...]) -> bool:
-        """Whether the paths that batches with these dimensions take go by how often something is repeated in them."""
-        return not self.loops.refuted and names in self.loops.folded
-
-    def _folded(
-        self, key: Key, structure: Structure, values: NDArray[np.float64]
-    ) -> tuple[Structure, NDArray[np.float64]]:
-        """What a measured step counts as: where numbers of rounds go by the size, all of them are one shape."""
-        was_refuted = self.loops.refuted
-        found = self.loops.take(key, structure, values)
-        if found is not None:
-            folded, more = found
-            known = self.sizes.get(folded, {})
-            if not known:
-                self._begin_folding(names_of(key), folded, more)
-                return folded, more[key]
-            if not self.loops.contradicts(folded, known, key, more[key]):
-                return folded, more[key]
-        if self.loops.refuted and not was_refuted:
-            self._forget([each for each in self.sizes if each.looped])
-        return structure, values
-
-    def _begin_folding(self, names: tuple[str, ...], folded: Structure, known: Known) -> None:
-        """From now on steps whose loops are folded have this shape; so have those that were measured before."""
-        old = []
-        for structure, sizes in self.sizes.items():
-            same = fold(structure, next(iter(sizes.values())))
-            if same is not None and same.structure == folded and names_of(next(iter(sizes))) == names:
-                old.append(structure)
-        self._forget(old)
-        self.sizes[folded] = known.copy()
-        self.waits.left[names], self._shorter = 0, 0
-        self.varies = len({structure.path for structure in self.sizes}) > 1
-
-    def _forget(self, structures: Collection[Structure]) -> None:
-        for structure in structures:
-            del self.sizes[structure]
-        self._first = None if self._first in structures else self._first
-        self._latest = {kind: structure for kind, structure in self._latest.items() if structure in self.sizes}
-        self._handing = None
 
     def note_gradients(self, key: Key, *, bare: bool) -> None:
         """Note whether a step of some size found no gradients of an earlier one."""
@@ -269,6 +245,7 @@ class Observed:
         number = {structure.path: i for i, structure in enumerate(self.sizes)}
         return {
             "varies": self.varies,
+            "folds": [list(kind) for kind in self.loops.folds],
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
@@ -288,11 +265,10 @@ class Observed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another one remembered."""
         self.varies = bool(state.get("varies", False))
+        self.loops.folds |= {tuple(kind) for kind in state.get("folds", ())}
         paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
-            if structure.looped:
-                self.loops.adopt(tuple(name for name, _ in entry["sizes"][0][0]), structure)
             paths.append(structure.path)
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
