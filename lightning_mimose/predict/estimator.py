@@ -191,14 +191,12 @@ class Estimator:
             return None
         alike = observed.alike(names)
         newest = {latest.path: latest} | {other.path: other for other in alike if other.path != latest.path}
-        if len(newest) > 1 and names in observed.loops.folds:
-            seen = {
-                path: [k for other in alike if other.path == path for k in observed.of(other, names)] for path in newest
-            }
-            likely = paths_at(key, seen)
-            newest = {path: structure for path, structure in newest.items() if path in likely}
-        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         settled = observed.waits.are_over(names)
+        if len(newest) > 1 and names in observed.loops.folds:
+            seen = {path: [*observed.taken(path, names)] for path in newest}
+            newest = {path: newest[path] for path in paths_at(key, seen)}
+            settled = settled and len(newest) == 1  # between two, others will tell
+        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         habit = observed.habits.of(key) if settled else None
         if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
             here = {structure.path for structure, known in observed.sizes.items() if key in known}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.accumulating import either
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.loops import Loops, Step
-from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
+from lightning_mimose.predict.paths import Habits, Key, Path, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
@@ -94,10 +94,14 @@ class Observed:
 
     def _forget(self, names: tuple[str, ...]) -> None:
         """Forget all batches with these dimensions."""
-        for key in [key for known in self.sizes.values() for key in known if names_of(key) == names]:
-            self.drop(key)
+        for structure, known in list(self.sizes.items()):
+            self.sizes[structure] = {key: values for key, values in known.items() if names_of(key) != names}
+            if not self.sizes[structure]:
+                del self.sizes[structure]
+                self._first = None if self._first is structure else self._first
         self._latest.pop(names, None)
-        self.waits.left[names], self._shorter = 0, 0
+        self._handing, self._shorter = None, 0
+        self.waits.left[names] = 0
 
     def _add(self, step: Step, resident_bytes: int) -> bool:
         """Remember one measured step that counts as what it is; see `add`."""
@@ -239,6 +243,12 @@ class Observed:
     def of(self, structure: Structure, names: tuple[str, ...]) -> dict[Key, NDArray[np.float64]]:
         """The sizes with these dimensions that were measured of a shape."""
         return {key: values for key, values in self.sizes[structure].items() if names_of(key) == names}
+
+    def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
+        """The sizes with these dimensions that were seen to take a path."""
+        for structure, known in self.sizes.items():
+            if structure.path == path:
+                yield from (key for key in known if names_of(key) == names)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
