@@ -16,8 +16,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.folding import FEWEST_ROUNDS, fold
+from lightning_mimose.predict.folding import fold
 from lightning_mimose.predict.paths import Key, Path, names_of
+from lightning_mimose.predict.rounds import FEWEST_ROUNDS
 from lightning_mimose.predict.structure import Structure
 
 FEWEST_SIZES, FEWEST_NUMBERS = 6, 3

@@ -17,8 +17,9 @@ from torch import nn
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.assemble import assemble
-from lightning_mimose.predict.folding import Folded, _repeated, fold
+from lightning_mimose.predict.folding import Folded, fold
 from lightning_mimose.predict.rates import Rates
+from lightning_mimose.predict.rounds import repeated
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline
@@ -146,5 +147,5 @@ def test_a_folded_shape_outlives_a_checkpoint() -> None:
 )
 def test_what_is_repeated_is_found(before: list[int], each: list[int], count: int, after: list[int]) -> None:
     """Wherever it is."""
-    assert _repeated([*before, *each * count, *after]) == (len(before), len(each), count)
-    assert _repeated([*before, *each * 2, *after]) is None
+    assert repeated([*before, *each * count, *after]) == (len(before), len(each), count)
+    assert repeated([*before, *each * 2, *after]) is None
