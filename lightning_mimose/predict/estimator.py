@@ -194,7 +194,8 @@ class Estimator:
         settled = observed.waits.are_over(names)
         if len(newest) > 1 and names in observed.loops.folds:
             seen = {path: [*observed.taken(path, names)] for path in newest}
-            newest = {path: newest[path] for path in paths_at(key, seen)}
+            likely = paths_at(key, seen)
+            newest = {path: shape for path, shape in newest.items() if path in likely}
             settled = settled and len(newest) == 1  # between two, others will tell
         paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         habit = observed.habits.of(key) if settled else None

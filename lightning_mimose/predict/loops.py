@@ -9,7 +9,7 @@ and for as long as none contradicts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -153,10 +153,11 @@ def _rises(pairs: Iterable[tuple[int, int]]) -> bool:
     return all(value < larger and count <= more for (value, count), (larger, more) in pairwise(ordered))
 
 
-def paths_at(key: Key, seen: Mapping[Path, Iterable[Key]]) -> set[Path]:
+def paths_at(key: Key, seen: Mapping[Path, Collection[Key]]) -> set[Path]:
     """The paths that a size may take where they go by a dimension: by how often blocks are called for its length.
 
-    That of the sizes around it, or those of the next smaller and the next larger ones.
+    That of the sizes around it, or those of the next smaller and the next larger ones. By which dimension they go may
+    not be clear yet: then all that is told by one that parts them.
 
     Args:
         key: The size.
@@ -168,10 +169,14 @@ def paths_at(key: Key, seen: Mapping[Path, Iterable[Key]]) -> set[Path]:
         >>> [len(paths_at((("ids:1", length),), seen)) for length in (20, 32, 40, 80)]
         [1, 2, 1, 1]
     """
+    here = {path for path, keys in seen.items() if key in keys}
+    if here:
+        return here
+    found: set[Path] = set()
     for dim, (_, value) in enumerate(key):
-        spans = sorted((min(k[dim][1] for k in keys), max(k[dim][1] for k in keys), p) for p, keys in seen.items())
+        spans = [(min(k[dim][1] for k in keys), max(k[dim][1] for k in keys), path) for path, keys in seen.items()]
+        spans.sort(key=lambda span: span[:2])
         if all(high < low for (_, high, _), (low, _, _) in pairwise(spans)):
-            below = [path for low, _, path in spans if low <= value][-1:]
-            above = [path for _, high, path in spans if high >= value][:1]
-            return {*below, *above}
-    return set(seen)
+            found.update(path for low, _, path in [span for span in spans if span[0] <= value][-1:])
+            found.update(path for _, high, path in [span for span in spans if span[1] >= value][:1])
+    return found or set(seen)
