@@ -90,9 +90,12 @@ class Student(Forecast):
             return
         self.misses.compare(predicted_bytes, measured_bytes)
         self.estimator.verified += 1
-        calls = prediction.structure.calls if prediction is not None else ()
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
-        unseen = RNG_STATE_BYTES * sum(actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
+        unseen = 0.0
+        if prediction is not None:
+            calls, counts = prediction.structure.calls, prediction.structure.counts(prediction.values).tolist()
+            again = (actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
+            unseen = RNG_STATE_BYTES * sum(count for count, runs in zip(counts, again, strict=True) if runs)
         bound = (
             self.estimator.observed.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         )

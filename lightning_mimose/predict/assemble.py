@@ -133,7 +133,7 @@ class _Assembly(Rows):
         differently from run to run, for they vary by a tenth.
         """
         rates, calls = self.rates, self.calls_of[unit]
-        besides = rates.region_seconds * len(calls)
+        besides = rates.region_seconds * float(self.counts[calls].sum())
         if rates.again_seconds:
             besides += rates.again_seconds * float(self.items[calls].sum())
         return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
@@ -248,12 +248,13 @@ class _Assembly(Rows):
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.
 
         Its copies have the link for themselves while that one computes: what does not fit behind it adds time. Units
-        are left out from the last one on until all that remain fit into host memory together.
+        are left out from the last one on until all that remain fit into host memory together, and those of loops that
+        are folded: what follows a round in between is one like it.
         """
         structure, taken = self.structure, 0
         for index, unit in enumerate(structure.units):
             saved = self.freed.get(unit, 0)
-            if not saved or taken + saved > link.host_bytes:
+            if not saved or taken + saved > link.host_bytes or unit in structure.looped:
                 continue
             taken += saved if structure.parents[index] < 0 else 0  # what nested units move, their parents would
             row, waiting = self._row(), 0.0

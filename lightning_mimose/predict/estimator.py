@@ -20,6 +20,7 @@ from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
+from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
@@ -159,7 +160,10 @@ class Estimator:
     def heed(self, dims: Iterable[str], structure: Structure) -> bool:
         """A measured step tells nothing but its path; returns whether batches with these dimensions wait for it now."""
         names = tuple(sorted(dims))
-        known, path = {other.path for other in self.observed.alike(names)}, structure.path
+        known, path = (
+            {other.path for other in self.observed.alike(names)},
+            self.observed.loops.path_of(names, structure),
+        )
         is_new = bool(known) and path not in known and not any(path.is_part_of(other) for other in known)
         return is_new and self.observed.waits.strange(names)
 
@@ -187,8 +191,13 @@ class Estimator:
             return None
         alike = observed.alike(names)
         newest = {latest.path: latest} | {other.path: other for other in alike if other.path != latest.path}
-        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         settled = observed.waits.are_over(names)
+        if len(newest) > 1 and names in observed.loops.folds:
+            seen = {path: [*observed.taken(path, names)] for path in newest}
+            likely = paths_at(key, seen)
+            newest = {path: shape for path, shape in newest.items() if path in likely}
+            settled = settled and len(newest) == 1  # between two, others will tell
+        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
         habit = observed.habits.of(key) if settled else None
         if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
             here = {structure.path for structure, known in observed.sizes.items() if key in known}

@@ -222,12 +222,15 @@ class Kinds:
         if len(self._counts) == 1 and self._named:
             self._named[0].pattern = _Pattern()  # when it came was not written down for as long as it was the only one
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
+        before = self._sizes.get(size)
+        if self._named and before == count and not kind.is_sure:
+            self._steady = 0
+            return Seen(None)  # its size has told so: what comes again is that
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
         if len(kind.sizes) < MOST_MIXED:
             kind.sizes.add(size)
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
-        before = self._sizes.get(size)
         if before is None and len(self._sizes) < MOST_SIZES:
             self._sizes[size] = count
         conflicts = before not in (None, count)

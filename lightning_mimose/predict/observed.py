@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.accumulating import either
 from lightning_mimose.predict.handing import common
-from lightning_mimose.predict.paths import Habits, Key, Waits, names_of
+from lightning_mimose.predict.loops import Loops, Step
+from lightning_mimose.predict.paths import Habits, Key, Path, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
@@ -44,6 +45,7 @@ class Observed:
         varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
+        loops: Whether how often units are called goes by the size.
         scatter: By how much steps of one size differ.
         bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
             or once it was measured in another.
@@ -53,6 +55,7 @@ class Observed:
         self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
         self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
+        self.loops = Loops()
         self.bare: Key | None = None
         self._bare_steps = 0
         self._latest: dict[tuple[str, ...], Structure] = {}
@@ -80,6 +83,29 @@ class Observed:
             Whether it was: one that leaves calls out needs less than the next one may, so of paths that are parts of
             each other only the longest is learnt from.
         """
+        step = Step(key, structure, values)
+        instead = self.loops.saw(step)
+        if instead is not None:
+            self._forget(names_of(key))
+            for other in instead:
+                if other.key != key:
+                    self._add(self.loops.folded(other), resident_bytes)
+        return self._add(self.loops.folded(step), resident_bytes)
+
+    def _forget(self, names: tuple[str, ...]) -> None:
+        """Forget all batches with these dimensions."""
+        for structure, known in list(self.sizes.items()):
+            self.sizes[structure] = {key: values for key, values in known.items() if names_of(key) != names}
+            if not self.sizes[structure]:
+                del self.sizes[structure]
+                self._first = None if self._first is structure else self._first
+        self._latest.pop(names, None)
+        self._handing, self._shorter = None, 0
+        self.waits.left[names] = 0
+
+    def _add(self, step: Step, resident_bytes: int) -> bool:
+        """Remember one measured step that counts as what it is; see `add`."""
+        key, structure, values = step
         names = names_of(key)
         structure, others = either(structure, self.sizes)
         for other in others:
@@ -91,12 +117,15 @@ class Observed:
         # One of another kind of batch (a text without images) is a path of its own.
         alike = self.alike(names)
         is_known = any(structure.path == other.path for other in alike)
-        is_part = any(structure.path.is_part_of(other.path) for other in alike)
+        # What goes by the size is not left out by chance.
+        by_size = names in self.loops.folds
+        is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
         self.varies |= bool(alike) and not is_known
         if is_known or is_part:
             self.waits.known(names)
         else:
-            self.waits.new(names, one_of_several=not all(other.path.is_part_of(structure.path) for other in alike))
+            one_of_several = not by_size and not all(other.path.is_part_of(structure.path) for other in alike)
+            self.waits.new(names, one_of_several=one_of_several)
         if is_part:
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
@@ -104,7 +133,7 @@ class Observed:
                 return False
         self._shorter = 0
         for other in alike:
-            if other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path):
+            if not by_size and (other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path)):
                 rest = {k: values for k, values in self.sizes.pop(other).items() if names_of(k) != names}
                 if rest:
                     self.sizes[other] = rest
@@ -215,11 +244,18 @@ class Observed:
         """The sizes with these dimensions that were measured of a shape."""
         return {key: values for key, values in self.sizes[structure].items() if names_of(key) == names}
 
+    def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
+        """The sizes with these dimensions that were seen to take a path."""
+        for structure, known in self.sizes.items():
+            if structure.path == path:
+                yield from (key for key in known if names_of(key) == names)
+
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
         number = {structure.path: i for i, structure in enumerate(self.sizes)}
         return {
             "varies": self.varies,
+            "folds": [list(kind) for kind in self.loops.folds],
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
@@ -239,6 +275,7 @@ class Observed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another one remembered."""
         self.varies = bool(state.get("varies", False))
+        self.loops.folds |= {tuple(kind) for kind in state.get("folds", ())}
         paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])

@@ -155,6 +155,11 @@ class Rows:
         """How many tensors every call saves, see `Structure.items`; not asked for where nothing goes by it."""
         return self.structure.items(self.values)
 
+    @cached_property
+    def counts(self) -> NDArray[np.float64]:
+        """How many calls every call stands for, see `Structure.counts`."""
+        return self.structure.counts(self.values)
+
     def _add(self, unit: int, action: str, seconds: float) -> None:
         self.options.append(Option(unit, action, seconds))
 

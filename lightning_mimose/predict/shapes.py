@@ -65,6 +65,7 @@ class CallShape:
             none.
         rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
             made on the way to it; -1 if that was not looked at.
+        count: Column of how many calls it stands for, see `folding`; -1 if it is one.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
         held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
@@ -89,6 +90,7 @@ class CallShape:
     lean: int = -1
     lent: int = -1
     rebuilding: int = -1
+    count: int = -1
     lent_until: int = field(default=0, compare=False)
     held_until: int = field(default=-1, compare=False)
     kept_until: int = field(default=0, compare=False)

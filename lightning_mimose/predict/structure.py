@@ -82,6 +82,20 @@ class Structure:
         return sum(position.label == "backward step" for position in self.positions)
 
     @cached_property
+    def looped(self) -> frozenset[str]:
+        """Units of which one call stands for many, see `folding`."""
+        return frozenset(call.unit for call in self.calls if call.count >= 0)
+
+    def counts(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many calls every call stands for, shape (calls,).
+
+        Args:
+            values: Shape (columns,).
+        """
+        column = np.array([call.count for call in self.calls], dtype=np.intp)
+        return np.where(column < 0, 1.0, values[column])
+
+    @cached_property
     def unsteady(self) -> frozenset[str]:
         """Units inside dynamic ones: together they may take what they always do, but no single one of them does."""
         around = tuple(f"{unit}." for unit in self.dynamic)

@@ -60,7 +60,8 @@ def route_of(
     known = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
     level = timeline.level_bytes(timeline.chosen(known))
     when = np.array(timeline.times)
-    calls = [call for call in structure.calls if call.region]
+    # Of a loop it is not known in which of its calls a step is.
+    calls = [call for call in structure.calls if call.region and call.unit not in structure.looped]
     ends = [call.backward_time for call in calls if call.backward_time != NEVER]
     times = sorted({*(call.in_time for call in calls), *ends})
     stretch = {time: number for number, time in enumerate(times, start=1)}

@@ -1,0 +1,322 @@
+"""Loops: a model that calls its blocks as often as a text is long has another shape for every length.
+
+What such steps have in common is a loop's first round, its last two, and that what happens in between grows with their
+number. So the rounds in between are folded into one, which saves and computes what they do together. It has no
+positions of its own: what is alive rises or falls from round to round, so that it is highest in the first or in the
+last ones (of which there are two, for in the last one's backward there are no gradients of the round before). Where a
+round in between takes more than these, nothing is folded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.handing import HandingShape
+from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
+from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape
+from lightning_mimose.predict.structure import Structure
+
+MOST_LOOPS = 8
+"""In a step, those inside others counted every time."""
+ROUNDS = ("first", "between", "last but one", "last")
+"""Names of what is left of a loop."""
+MARKS = ("in", "out", "backward")
+"""What positions of calls are named by."""
+MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
+SUMMED = ("saved", "flops", "besides", "seconds")
+STATED = ("given", "returned", "entry", "lean", "rebuilding")
+OTHERS = ("working", "before_backward", "lent", "count")
+"""What is known of calls: times, and columns of what rounds in between are together, and of what each is alone."""
+
+
+class Folded(NamedTuple):
+    """A step whose loops are folded.
+
+    Attributes:
+        structure: Its shape.
+        values: Shape (structure.columns,).
+    """
+
+    structure: Structure
+    values: NDArray[np.float64]
+
+
+def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
+    """Fold the loops of a step; None if it has none, or they cannot be folded.
+
+    Args:
+        structure: Its shape.
+        values: Shape (columns,).
+    """
+    if not has_loops(structure):
+        return None
+    folded: Folded | None = None
+    for _ in range(MOST_LOOPS):
+        rounds = rounds_of(structure)
+        if rounds is None:
+            return folded
+        loop = Loop.of(structure, rounds)
+        if loop is None or not loop.is_highest_at_its_ends(values):
+            return None
+        folded = _Fold(loop, values).result()
+        structure, values = folded
+    return None
+
+
+class _Fold:
+    """Folds one loop.
+
+    Args:
+        loop: The loop.
+        values: Shape (columns,).
+    """
+
+    def __init__(self, loop: Loop, values: NDArray[np.float64]) -> None:
+        self._loop, self._structure, self._old = loop, loop.structure, values
+        self._values: list[float] = []
+        self._columns: dict[int, int] = {}
+        calls, self._rounds = self._structure.calls, loop.rounds
+        self._like = self._rounds[-2]
+        """The calls that those of the round in between are like."""
+        self._middle = {i: member for members in self._rounds[1:-2] for member, i in enumerate(members)}
+        left = [i for i in range(len(calls)) if i not in self._middle]
+        self._index = {i: new for new, i in enumerate(left)}
+        """Call -> its index, or that of the one which stands for it."""
+        self._index |= {i: len(left) + member for i, member in self._middle.items()}
+        self._places = [p for p, position in enumerate(self._structure.positions) if not loop.is_between(position.time)]
+        moments = [*(self._structure.positions[p].time for p in self._places), *marks_of(calls, left)]
+        self._clock = Clock(moments, map(self._place, marks_of(calls, self._like)))
+
+    def _place(self, time: int) -> tuple[int, int]:
+        """Where something takes place in the round in between: before a moment that is left, and in what order.
+
+        Args:
+            time: When it does in the last round but one.
+        """
+        (_, forward), *_, (_, last) = (*self._loop.between, self._loop.between[-1])
+        return forward if time < self._structure.calls[self._rounds[-1][0]].in_time else last, time
+
+    def result(self) -> Folded:
+        """The step with this loop folded."""
+        structure, names = self._structure, self._names()
+        calls = [self._kept(call, names[i]) for i, call in enumerate(structure.calls) if i not in self._middle]
+        calls += [self._between(member) for member in range(len(self._like))]
+        labels = {
+            f"{mark} {call.key}": f"{mark} {names[i]}" for i, call in enumerate(structure.calls) for mark in MARKS
+        }
+        positions = tuple(
+            replace(
+                position,
+                label=labels.get(position.label, position.label),
+                time=self._clock.of(position.time),
+                column=self._column(position.column),
+                entry=self._column(position.entry),
+            )
+            for position in (structure.positions[p] for p in self._places)
+        )
+        loose, number = self._loose(calls)
+        found = replace(
+            structure,
+            calls=tuple(calls),
+            positions=positions,
+            loose=loose,
+            lean=tuple(self._lean(number)),
+            batch=self._column(structure.batch),
+            handing=tuple(map(self._handing, structure.handing)),
+        )
+        return Folded(replace(found, columns=len(self._values)), np.array(self._values))
+
+    def _names(self) -> dict[int, str]:
+        """Call -> its key: in a step of more rounds the last one's is the same."""
+        calls, names, looped = self._structure.calls, dict[int, str](), set[str]()
+        for name, members in zip(ROUNDS, (self._rounds[0], (), *self._rounds[-2:]), strict=True):
+            ranks = Counter[str]()
+            for i in members:
+                unit = calls[i].unit
+                names[i] = _key(unit, name, ranks[unit])
+                ranks[unit] += 1
+                looped.add(unit)
+        beside = Counter[str]()
+        for i, call in enumerate(calls):
+            if i not in names:
+                names[i] = _key(call.unit, "beside", beside[call.unit]) if call.unit in looped else call.key
+                beside[call.unit] += i not in self._middle
+        return names
+
+    def _column(self, old: int) -> int:
+        """The index of a column that is left."""
+        if old < 0:
+            return old
+        if old not in self._columns:
+            self._columns[old] = self._new(float(self._old[old]))
+        return self._columns[old]
+
+    def _new(self, value: float) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _sum(self, columns: Sequence[int]) -> int:
+        """A column of what several are together; -1 where there is none."""
+        return self._new(float(self._old[list(columns)].sum()))
+
+    def _kept(self, call: CallShape, key: str) -> CallShape:
+        found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}
+        found |= {name: self._column(getattr(call, name)) for name in (*SUMMED, *STATED, *OTHERS)}
+        return replace(call, key=key, **found)
+
+    def _between(self, member: int) -> CallShape:
+        """The call that stands for those of all rounds in between."""
+        calls, clock = self._structure.calls, self._clock
+        like, first = calls[self._like[member]], calls[self._rounds[0][member]]
+        all_of = [calls[members[member]] for members in self._rounds[1:-2]]
+        ranks = Counter(calls[i].unit for i in self._like[:member])
+        found: dict[str, Any] = {
+            name: NEVER if getattr(like, name) == NEVER else clock.between(self._place(getattr(like, name)))
+            for name in MOMENTS
+        }
+        found |= {name: self._sum([getattr(call, name) for call in all_of]) for name in SUMMED}
+        found |= {name: -1 if getattr(like, name) < 0 else self._copy(getattr(like, name)) for name in STATED}
+        held = found["backward_time"] if like.held_until >= 0 else -1
+        return replace(
+            like,
+            key=_key(like.unit, ROUNDS[1], ranks[like.unit]),
+            **found,
+            working=self._new(0.0),  # it never runs again at a moment that is left
+            before_backward=self._copy(first.before_backward),
+            lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
+            count=self._new(sum(1.0 if call.count < 0 else float(self._old[call.count]) for call in all_of)),
+            lent_until=max((clock.of(call.lent_until) for call in all_of), default=0),
+            held_until=max((held, *(clock.of(call.held_until) for call in all_of))),
+        )
+
+    def _copy(self, old: int) -> int:
+        """A column of its own that is as another one."""
+        return self._new(float(self._old[old]))
+
+    def _handing(self, handing: HandingShape) -> HandingShape:
+        """What is handed on elsewhere: units that are called several times hand on nothing."""
+        return replace(
+            handing,
+            call=self._index[handing.call],
+            taker=self._index[handing.taker],
+            size=self._column(handing.size),
+            work=self._column(handing.work),
+            temporary=self._column(handing.temporary),
+            also=tuple(map(self._column, handing.also)),
+            since_time=self._clock.of(handing.since_time),
+        )
+
+    def _lean(self, number: Mapping[int, int]) -> Iterator[LeanShape]:
+        """What lean saves change.
+
+        Args:
+            number: Loose storage -> its index, or that of what it is a part of.
+        """
+        position_of = {p: new for new, p in enumerate(self._places)}
+        of_call: dict[tuple[int, str], list[LeanShape]] = {}
+        for shape in self._structure.lean:
+            if shape.call in self._middle:
+                of_call.setdefault((self._middle[shape.call], shape.action), []).append(shape)
+                continue
+            yield replace(
+                shape,
+                call=self._index[shape.call],
+                saved=self._column(shape.saved),
+                work=self._column(shape.work),
+                lent=self._column(shape.lent),
+                positions=tuple(
+                    (position_of[p], self._column(column)) for p, column in shape.positions if p in position_of
+                ),
+                borrowed=tuple(sorted({number[i] for i in shape.borrowed})),
+            )
+        member_of = {i: member for member, i in enumerate(self._like)}
+        first = len(self._structure.calls) - len(self._middle)
+        for shape in self._structure.lean:
+            if shape.call in member_of:
+                all_of = of_call.get((member_of[shape.call], shape.action), [])
+                yield LeanShape(
+                    call=first + member_of[shape.call],
+                    action=shape.action,
+                    saved=self._sum([each.saved for each in all_of]),
+                    work=self._sum([each.work for each in all_of]),
+                    positions=(),
+                    items=sum(each.items for each in all_of),
+                    lent=-1 if shape.lent < 0 else self._sum([each.lent for each in all_of]),
+                    borrowed=tuple(sorted({number[i] for each in all_of for i in each.borrowed})),
+                )
+
+    def _loose(self, calls: Sequence[CallShape]) -> tuple[tuple[LooseShape, ...], dict[int, int]]:
+        """Loose storages, and where each is found.
+
+        What only calls of rounds in between hold is one with what others of them do; where there are no such rounds, it
+        is nothing, and known from the last round but one.
+        """
+        found: list[LooseShape] = []
+        number: dict[int, int] = {}
+        alone: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+        member_of = self._middle or {i: member for member, i in enumerate(self._like)}
+        for i, each in enumerate(self._structure.loose):
+            if member_of.keys() >= set(each.holders):
+                members = tuple(sorted({member_of[holder] for holder in each.holders}))
+                alone.setdefault((members, each.was_held), []).append(i)
+            if not self._middle.keys() >= set(each.holders):
+                number[i] = len(found)
+                found.append(self._held_by_others(each, calls))
+        first = len(calls) - len(self._like)
+        for (members, was_held), all_of in sorted(alone.items()):
+            parts = [self._moved(self._structure.loose[i]) for i in all_of]
+            if self._middle:
+                number |= dict.fromkeys(all_of, len(found))
+            else:
+                parts = [replace(p, since_time=p.since_time and min(p.since_time, 1), lasts_until=NEVER) for p in parts]
+            together = reduce(LooseShape.with_holds_of, parts)
+            found.append(
+                replace(
+                    together,
+                    size=self._sum([self._structure.loose[i].size for i in all_of] if self._middle else []),
+                    holders=tuple(first + member for member in members),
+                    until_time=1 if was_held else -1,
+                    ending=self._new(0.0),
+                    given=(),
+                    alike=0,
+                )
+            )
+        return tuple(found), number
+
+    def _held_by_others(self, loose: LooseShape, calls: Sequence[CallShape]) -> LooseShape:
+        """A loose storage that is not that of rounds in between alone.
+
+        Args:
+            loose: The storage.
+            calls: The calls that are left.
+        """
+        first, held = len(calls) - len(self._like), set(loose.holders)
+        holders = {self._index[i] for i in held}
+        for member, each in enumerate(zip(self._rounds[0], *self._rounds[-2:], strict=True)):
+            if held.issuperset(each):
+                holders.add(first + member)
+        is_whole = max(holders) < first
+        return replace(
+            self._moved(loose),
+            size=self._column(loose.size),
+            ending=self._column(loose.ending),
+            holders=tuple(sorted(holders, key=lambda i: -calls[i].backward_time)),
+            until_time=1 if loose.was_held else -1,
+            given=tuple(self._index[i] for i in loose.given) if is_whole else (),
+            alike=loose.alike if is_whole else 0,
+        )
+
+    def _moved(self, loose: LooseShape) -> LooseShape:
+        since = None if loose.since_time is None else self._clock.of(loose.since_time)
+        return replace(loose, since_time=since, lasts_until=self._clock.of(loose.lasts_until))
+
+
+def _key(unit: str, name: str, rank: int) -> str:
+    return f"{unit}#{name} {rank + 1}" if rank else f"{unit}#{name}"

@@ -1,0 +1,141 @@
+"""Models that call their blocks the more often the longer a text is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.helpers.models import TinyText
+
+CHUNK = 8
+
+
+class _Writer(nn.Module):
+    """One token of a text, from the one before it and what it attends to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.cell = nn.GRUCell(2 * width, width)
+        self.query = nn.Linear(width, width)
+        self.out = nn.Linear(2 * width, 64)
+
+    def forward(
+        self, token: torch.Tensor, state: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        share = torch.einsum("bh,bth->bt", self.query(state), memory).softmax(-1)
+        context = torch.einsum("bt,bth->bh", share, memory)
+        state = self.cell(torch.cat([self.embed(token), context], -1), state)
+        return self.out(torch.cat([state, context], -1)), state
+
+
+class Writing(nn.Module):
+    """Reads a text, and writes another one, token by token."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.reader = nn.GRU(width, width, batch_first=True)
+        self.writer = _Writer(width)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory, state = self.reader(self.embed(source))
+        state, loss = state[-1], memory.new_zeros(())
+        for now, following in zip(target.unbind(1), target.unbind(1)[1:], strict=False):
+            told, state = self.writer(now, state, memory)
+            loss = loss + functional.cross_entropy(told, following)
+        return loss
+
+
+class Within(nn.Module):
+    """The same inside another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.whole = Writing()
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.whole(source, target)
+        return loss + self.head(self.embed(source)).square().mean()
+
+
+class Chunked(nn.Module):
+    """A long text in chunks, each of which goes through all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TinyText(2, 32)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        means = []
+        for chunk in input_ids.split(CHUNK, 1):
+            hidden = self.text.embed(chunk)
+            for layer in self.text.layers:
+                hidden = layer(hidden)
+            means.append(hidden.mean(1))
+        return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
+
+
+class _Remembering(nn.Module):
+    """Reads a chunk, and writes into a memory; weights are given by a bias that all calls share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(32, 32)
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(
+        self, chunk: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        share = (chunk @ self.key(memory).transpose(1, 2) + bias).softmax(-1)
+        chunk = self.norm(chunk + share @ memory + self.inner(chunk) * mask)
+        return chunk, memory + 0.5 * chunk.mean(1, keepdim=True) * mask
+
+
+class Remembering(nn.Module):
+    """Two blocks carry a memory from chunk to chunk; a mask and a bias are given to all of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(_Remembering() for _ in range(2))
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        memory = hidden.new_zeros(len(hidden), CHUNK, 32)
+        mask = (input_ids[:, :1] >= 0).float()[..., None]
+        bias = torch.linspace(0, 1, CHUNK * CHUNK).view(CHUNK, CHUNK)
+        for chunk in hidden.split(CHUNK, 1):
+            now = chunk
+            for block in self.blocks:
+                now, memory = block(now, memory, mask, bias)
+        return functional.cross_entropy(self.head(memory.mean(1)), labels)
+
+
+MODELS = (Writing, Within, Chunked, Remembering)
+
+
+def text_of(model: type[nn.Module], rounds: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of which some model calls its blocks so many times."""
+    generator = torch.Generator().manual_seed(seed)
+    if model in (Writing, Within):
+        source = torch.randint(0, 64, (4, 16 + seed % 7), generator=generator)
+        return {"source": source, "target": torch.randint(0, 64, (4, rounds + 1), generator=generator)}
+    return {
+        "input_ids": torch.randint(0, 64, (4, CHUNK * rounds), generator=generator),
+        "labels": torch.randint(0, 2, (4,), generator=generator),
+    }
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of a batch."""
+    loss: torch.Tensor = model(**batch)
+    return loss

@@ -1,0 +1,151 @@
+"""Steps whose loops are folded: of one shape whatever the number of rounds, and with the same peak under every plan."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_mimose.measure.observe import observe
+from lightning_mimose.menu import GRADES
+from lightning_mimose.predict.assemble import assemble
+from lightning_mimose.predict.folding import Folded, fold
+from lightning_mimose.predict.rates import Rates
+from lightning_mimose.predict.rounds import repeated
+from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.timeline import Timeline
+from tests.helpers.architectures import ancestors
+from tests.helpers.models import TinyText, text_batch
+from tests.helpers.recording import recorded
+from tests.helpers.rounds import MODELS, Chunked, Writing, loss_of, text_of
+
+
+@cache
+def step(model: type[nn.Module], rounds: int) -> tuple[Structure, NDArray[np.float64]]:
+    """A measured step of so many rounds."""
+    seen = observe(recorded(model(), text_of(model, rounds), loss_fn=loss_of, lean=True), 1000, None, GRADES)
+    return seen.structure, seen.values
+
+
+def folded(model: type[nn.Module], rounds: int) -> Folded:
+    """The same, folded."""
+    found = fold(*step(model, rounds))
+    assert found is not None
+    return found
+
+
+def timeline(structure: Structure, values: NDArray[np.float64]) -> Timeline:
+    """Of a step."""
+    resident = Resident(1_000_000, 50_000, zeroes_gradients=True, update_bytes=1_000_000)
+    return assemble(structure, values, resident, rates=Rates(1e-9), minimum_share=0.0)
+
+
+def any_plan(timeline: Timeline, seed: int) -> dict[str, str]:
+    """Actions of units of which none encloses another."""
+    rnd, chosen, taken = random.Random(seed), dict[str, str](), set[int]()
+    share, units = rnd.random(), list(range(len(timeline.units)))
+    rnd.shuffle(units)
+    for unit in units:
+        actions = [option.action for option in timeline.options if option.unit == unit]
+        apart = not taken.intersection(ancestors(timeline, unit))
+        apart = apart and all(unit not in ancestors(timeline, other) for other in taken)
+        if actions and apart and rnd.random() < share:
+            chosen[timeline.units[unit]] = rnd.choice(actions)
+            taken.add(unit)
+    return chosen
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_number_of_rounds_is_one_shape(model: type[nn.Module]) -> None:
+    """From three on; the parts that make up a step say how many there were."""
+    few, many = folded(model, 3), [folded(model, rounds) for rounds in (5, 6, 9)]
+    assert {few.structure, *(each.structure for each in many)} == {few.structure}
+    assert len({each.structure.path for each in many}) == 1
+    for rounds, (structure, values) in zip((3, 5, 6, 9), (few, *many), strict=True):
+        calls = structure.counts(values)
+        looped = [count for call, count in zip(structure.calls, calls.tolist(), strict=True) if call.count >= 0]
+        assert set(looped) == {rounds - 3}
+
+
+@settings(deadline=None, max_examples=60)
+@given(model=st.sampled_from(MODELS), rounds=st.sampled_from([3, 4, 5, 8]), seed=st.integers(0, 1 << 20))
+def test_a_folded_step_has_the_same_peak_under_any_plan(model: type[nn.Module], rounds: int, seed: int) -> None:
+    """And takes as long."""
+    whole, found = timeline(*step(model, rounds)), timeline(*folded(model, rounds))
+    assert found.option_index.keys() == whole.option_index.keys()
+    plan = any_plan(whole, seed)
+    assert found.peak_bytes(plan) == whole.peak_bytes(plan)
+    assert found.added_seconds(plan) == pytest.approx(whole.added_seconds(plan), rel=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_in_between_grows_with_the_number_of_rounds(model: type[nn.Module]) -> None:
+    """So that a line tells it; a step of one length more is what follows from two others."""
+    (shape, few), (_, more), (_, most) = (folded(model, rounds) for rounds in (5, 7, 9))
+    seconds = [call.seconds for call in shape.calls]  # which are measured
+    told = 2 * more - few
+    told[seconds], expected = 0.0, most.copy()
+    expected[seconds] = 0.0
+    assert np.allclose(told, expected, atol=2e-3 * most.max())
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_fewer_rounds_are_not_folded(rounds: int) -> None:
+    """There is nothing in between."""
+    assert fold(*step(Chunked, rounds)) is None
+
+
+def test_a_step_without_loops_is_not_folded() -> None:
+    """Nor one that was folded already."""
+    seen = observe(recorded(TinyText(4), text_batch(2, 8)), 0)
+    assert fold(seen.structure, seen.values) is None
+    assert fold(*folded(Writing, 6)) is None
+
+
+def test_a_round_in_between_that_takes_more_than_the_others_is_not_folded() -> None:
+    """It would be missing, kept or recomputed."""
+    structure, values = step(Writing, 7)
+    middle = [call for call in structure.calls if call.unit == "writer"][3]
+    place = next(p for p in structure.positions if p.time == middle.backward_time)
+    for column in (place.column, middle.working):
+        higher = values.copy()
+        higher[column] += values.max()
+        assert fold(structure, higher) is None
+
+
+def test_rounds_whose_backward_is_in_another_order_are_not_folded() -> None:
+    """What is alive in between would be another sum."""
+    structure, values = step(Writing, 6)
+    of_writer = [i for i, call in enumerate(structure.calls) if call.unit == "writer"]
+    calls = list(structure.calls)
+    one, other = of_writer[2], of_writer[3]
+    calls[one] = replace(calls[one], backward_time=structure.calls[other].backward_time)
+    calls[other] = replace(calls[other], backward_time=structure.calls[one].backward_time)
+    assert fold(replace(structure, calls=tuple(calls)), values) is None
+
+
+def test_a_folded_shape_outlives_a_checkpoint() -> None:
+    """As plain data."""
+    found = folded(Chunked, 5).structure
+    assert Structure.of(json.loads(json.dumps(asdict(found)))) == found
+
+
+@given(
+    before=st.lists(st.integers(10, 12), max_size=3, unique=True),
+    each=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+    count=st.integers(3, 6),
+    after=st.lists(st.integers(20, 22), max_size=3, unique=True),
+)
+def test_what_is_repeated_is_found(before: list[int], each: list[int], count: int, after: list[int]) -> None:
+    """Wherever it is."""
+    assert repeated([*before, *each * count, *after]) == (len(before), len(each), count)
+    assert repeated([*before, *each * 2, *after]) is None
