@@ -77,10 +77,11 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
     weights = {name: _weight(module) for name, module in modules if name in wanted}
     parents = {name: _nearest(name, wanted) for name in weights}
     loops = _loops(modules, parents)
+    blocks = {name for name, module in modules if name in wanted and _is_candidate(module)}
     shelter = {
         name
         for network in networks(model, weights)
-        for name in _balanced_cut({unit: weights[unit] for unit in weights if unit in network}, parents, loops)
+        for name in _balanced_cut({unit: weights[unit] for unit in weights if unit in network}, parents, loops, blocks)
     }
     if patterns is None:
         # Above the shelter a region would hold several blocks at once; it never lowers the peak where it counts.
@@ -220,10 +221,12 @@ def _loops(modules: Sequence[tuple[str, nn.Module]], parents: dict[str, str | No
     return loops
 
 
-def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], loops: set[str]) -> set[str]:
+def _balanced_cut(
+    weights: dict[str, int], parents: dict[str, str | None], loops: set[str], blocks: set[str]
+) -> set[str]:
     """The cut that minimises regions + layers of the largest region + layers in none, over all limits on a region's.
 
-    Every candidate is in the cut, inside a unit of it, or above it.
+    Every candidate is in the cut, inside a unit of it, or above it. Blocks are those that are no elementary layers.
     """
     with_parts = {parent for parent in parents.values() if parent is not None}
     best: set[str] = set()
@@ -233,7 +236,8 @@ def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], loops
         cut = {name for name in fits if not any(a in fits for a in _ancestors(name, parents))}
         # How many layers there are in all changes nothing.
         cost = len(cut) + max(weights[name] for name in cut) - sum(weights[name] for name in cut)
-        if cost <= best_cost:
+        # Blocks of one layer count for no more than it, whatever they compute beside it; one region spares nothing.
+        if cost < best_cost or (cost == best_cost and not (len(cut) == 1 < len(best) and best <= blocks)):
             best, best_cost = cut, cost
     return best
 

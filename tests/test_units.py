@@ -182,3 +182,35 @@ def test_a_block_that_a_loop_calls_is_the_region() -> None:
             self.encoder, self.head = Encoder(), nn.Linear(32, 2)
 
     assert [unit.name for unit in find_units(Model()) if unit.shelter] == ["encoder.blocks.0"]
+
+
+class Sine(nn.Module):
+    """A block with one elementary layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(30 * self.linear(x))
+
+
+class Siren(nn.Module):
+    """Such blocks and a head."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Sine() for _ in range(blocks)))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.net(x))
+        return found
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+def test_blocks_of_one_layer_shelter_rather_than_all_of_them_together(blocks: int) -> None:
+    """By layers the whole costs the same, but to recompute that spares nothing; the model may be a part of another."""
+    for model, prefix in ((Siren(blocks), ""), (nn.ModuleDict({"model": Siren(blocks)}), "model.")):
+        shelter = [unit.name for unit in find_units(model) if unit.shelter]
+        assert shelter == [f"{prefix}net.{i}" for i in range(blocks)]
