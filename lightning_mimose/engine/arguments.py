@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_mimose import parts
 from lightning_mimose.dims import Leaf, leaves_of
 from lightning_mimose.errors import SizeError
 
@@ -100,6 +101,16 @@ def wants_gradient(tensor: Tensor) -> bool:
 
 
 def first_tensor(values: Iterable[Any]) -> Tensor | None:
-    """The first tensor; None where there is none, or a nested one, which has no shape in whole numbers."""
-    first = next((each for each in values if isinstance(each, Tensor)), None)
-    return None if first is None or first.is_nested else first
+    """The first tensor, be it in a container; None where there is none, or a nested one, which has no shape in numbers.
+
+    Example:
+        >>> import torch
+        >>> first_tensor([None, {"tokens": torch.zeros(2, 3)}, torch.zeros(4)]).shape
+        torch.Size([2, 3])
+    """
+    for value in values:
+        each = (value,) if isinstance(value, Tensor) else parts.leaves_in(value)
+        found = next((leaf for leaf in each if isinstance(leaf, Tensor)), None)
+        if found is not None:
+            return None if found.is_nested else found
+    return None

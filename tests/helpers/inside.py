@@ -156,6 +156,53 @@ class Backbone(TinyVision):
         return x
 
 
+class Unpadded(nn.Module):
+    """Drops what pads its tokens, and hands the others from block to block.
+
+    Args:
+        handed: In what: "dict", "tuple" or "packed".
+    """
+
+    def __init__(self, handed: str) -> None:
+        super().__init__()
+        self.handed = handed
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 2)
+        self.blocks = nn.ModuleList(Handing() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
+        """The loss of one batch."""
+        x = self.embed(ids)
+        given: Any = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        if self.handed != "packed":
+            given = {"tokens": given.data} if self.handed == "dict" else (given.data, None)
+        for block in self.blocks:
+            given = block(given)
+        last = given["tokens"] if self.handed == "dict" else given[0]
+        return SimpleNamespace(loss=self.head(last).pow(2).mean())
+
+
+class Handing(nn.Module):
+    """A block that takes and gives a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, given: Any) -> Any:
+        """The same container, with other tokens."""
+        if isinstance(given, dict):
+            return {"tokens": given["tokens"] + self.mlp(given["tokens"])}
+        if isinstance(given, nn.utils.rnn.PackedSequence):
+            return given._replace(data=given.data + self.mlp(given.data))
+        return given[0] + self.mlp(given[0]), None
+
+
+def padded(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """Texts that are all padded to one length; those of the first batch are full."""
+    lengths = torch.tensor([64] + [chance.randint(5, 64) if number else 64 for _ in range(5)])
+    return {"ids": torch.randint(0, 64, (6, 64), generator=torch.Generator().manual_seed(number)), "lengths": lengths}
+
+
 def labels_of(chance: random.Random, count: int = 4) -> list[int]:
     """One for each sample."""
     return [chance.randrange(2) for _ in range(count)]
@@ -234,6 +281,16 @@ CASES = {
     "resized": Case(TinyVision, squares, resized, 20),
     "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
     "growing": Case(TinyVision, growing, resized, 24),
+    **{
+        f"unpadded in a {handed}": Case(
+            lambda handed=handed: Unpadded(handed),  # type: ignore[misc]
+            padded,
+            lambda model, batch: model(**batch).loss,
+            16,
+            40,
+        )
+        for handed in ("dict", "tuple", "packed")
+    },
     "lists of images": Case(Detector, lists, lambda model, batch: model(*batch).loss, 10, 48),
 }
 
