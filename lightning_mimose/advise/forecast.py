@@ -195,7 +195,8 @@ class Forecast:
         error = max(min(prediction.error, 1.0), SEVERAL_PASSES_ERROR if passes > 1 else 0.0)
         beyond = LEAN_REACH_ERROR * self.beyond(prediction)
         free = int(RESERVE_SHARE * budget_bytes + (1.5 * error + beyond) * peak)
-        return free + self.misses.kept_free_bytes
+        broke = self.estimator.broke.get(tuple(sorted(prediction.dims.items())), 0) if self.estimator.broke else 0
+        return free + max(self.misses.kept_free_bytes, broke + self.misses.fragmentation_bytes)
 
     def _actual_peak(self, size: BatchSize, planned: BatchSize, plan: Plan, resident: Resident) -> int | None:
         """A plan is made for a size rounded up; the prediction is for the actual one."""

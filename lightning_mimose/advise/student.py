@@ -89,6 +89,8 @@ class Student(Forecast):
             self._forget_plans()
             return
         self.misses.compare(predicted_bytes, measured_bytes)
+        if broken:
+            self.estimator.note_broken(size, missed)
         self.estimator.verified += 1
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = 0.0

@@ -61,6 +61,7 @@ class Estimator:
         token: Stands for it: plans that are made by it are none of another's.
         bounds: What steps take at most that no fit describes.
         shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
+        broke: Sizes of which a planned step broke the budget -> bytes that it was above its prediction, at most.
         verified: Planned steps that were held against its predictions.
 
     Args:
@@ -71,6 +72,7 @@ class Estimator:
         self.token = object()
         self.bounds = Bounds()
         self.shelter_only: set[BatchSize] = set()
+        self.broke: dict[Key, int] = {}
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
@@ -148,6 +150,11 @@ class Estimator:
         self._measured_since.clear()
         self._proven.clear()
         self._compared.clear()
+
+    def note_broken(self, size: BatchSize, missed_bytes: int) -> None:
+        """A planned step of a size broke the budget: what was missing is kept free for this size from now on."""
+        for key in {tuple(sorted(each.dims)) for each in (size, size.rounded_up())}:
+            self.broke[key] = max(missed_bytes, self.broke.get(key, 0))
 
     def has_habit(self, dims: Mapping[str, int]) -> bool:
         """Whether a size always took one of several paths, so that what is predicted for it holds for no other size."""

@@ -497,6 +497,21 @@ def test_plans_are_forgotten_only_for_more_than_they_leave_free() -> None:
         assert not known_after(5_000_000), "more than a fit that is trusted may miss"
 
 
+def test_a_size_whose_plan_broke_the_budget_keeps_free_what_was_missing() -> None:
+    """However many steps of other sizes did without it since: with the same plan it would be broken again."""
+    with attached(TinyText(layers=2)) as engine:
+        advisor, batch = engine.advisor, text_batch(4, 44)
+        learnt(engine, texts())
+        plan, size, budget = advisor.plan(batch), advisor.size_of(batch), advisor.budget_bytes
+        missed = budget // 200
+        advisor.verify(size, advisor.resident, plan, budget - missed // 2, budget + missed // 2)
+        for _ in range(200):
+            advisor.misses.fade()
+        views = [advisor.step_view(advisor.size_of(text_batch(4, n)), advisor.resident) for n in (44, 40)]
+        mine, other = (view.margin_bytes for view in views if view is not None)
+        assert mine - other >= missed // 2
+
+
 def test_a_larger_batch_that_is_kept_whole_is_measured_once() -> None:
     """Although planned steps have come out as predicted for long: it may break a budget that it nearly fills."""
     model = Jumps(layers=2)
