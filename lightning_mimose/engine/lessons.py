@@ -327,7 +327,8 @@ class Lessons:
             self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             return
-        ran = any("backward" in call.marks for call in trace.calls)
+        went_back = any(mark.name == "backward" for mark in trace.marks)
+        ran = went_back and bool(trace.calls)  # though no unit did, of a network that is frozen up to its head
         if step.retried or made_state:  # recorded for its peak, not to learn from
             if made_state and ran:
                 self._advisor.heed(step.size, observe(trace, step.batch_bytes, None, GRADES).structure)
@@ -345,7 +346,7 @@ class Lessons:
                 self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
                 if self._learnt == SHELTERED_STEPS and "size" in self._advisor.hints:
                     warnings.warn(self._advisor.hints["size"], stacklevel=5)
-        elif not trace.calls and not self._unreached and any(mark.name == "backward" for mark in trace.marks):
+        elif went_back and not self._unreached:
             self._unreached = True
             warnings.warn(
                 f"No unit of {type(self._model).__name__} was called in a step, so nothing can be recomputed. If the "

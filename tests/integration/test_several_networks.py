@@ -56,3 +56,34 @@ def test_the_budget_holds_from_the_first_batch(task: type[Task], share: float) -
     assert max(fit.peaks) <= plain.budget(share) < plain.peaks[0]
     assert same(fit.weights(), plain.weights())
     assert any(not record.sheltered for record in callback.records)
+
+
+class Probe(Task):
+    """A frozen network, and one layer on top of it that is trained: no block has a backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model = TinyVision(3).requires_grad_(False)
+        self.probe = nn.Linear(8, 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        assert isinstance(self.model, TinyVision)
+        features = self.model.stages(self.model.stem(batch["pixel_values"])).mean((2, 3))
+        return nn.functional.cross_entropy(self.probe(features), batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """For what is trained."""
+        return torch.optim.AdamW(self.probe.parameters(), 1e-3)
+
+
+def test_a_frozen_network_below_one_trained_layer_is_learnt() -> None:
+    """What there is to keep is known after a few steps, as of any other model."""
+    data = [image_batch(2, side, side, i) for i, side in enumerate(SIDES * 3)]
+    plain = run(kind="vision", task=Probe, data=data)
+    callback = mimose(int(1.01 * max(plain.peaks)))
+    fit = run(callback, kind="vision", task=Probe, data=data)
+    assert same(fit.weights(), plain.weights())
+    assert not any(record.sheltered for record in callback.records[len(SIDES) :])
+    for record, peak in zip(callback.records, fit.peaks, strict=True):
+        assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
