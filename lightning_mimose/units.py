@@ -76,12 +76,12 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         wanted = _matching(modules, patterns)
     weights = {name: _weight(module) for name, module in modules if name in wanted}
     parents = {name: _nearest(name, wanted) for name in weights}
+    bulks = {name: _bulk(module) for name, module in modules if name in wanted}
     loops = _loops(modules, parents)
-    blocks = {name for name, module in modules if name in wanted and _is_candidate(module)}
     shelter = {
         name
         for network in networks(model, weights)
-        for name in _balanced_cut({unit: weights[unit] for unit in weights if unit in network}, parents, loops, blocks)
+        for name in _balanced_cut({unit: bulks[unit] for unit in weights if unit in network}, parents, loops)
     }
     if patterns is None:
         # Above the shelter a region would hold several blocks at once; it never lowers the peak where it counts.
@@ -187,6 +187,25 @@ def _weight(module: nn.Module) -> int:
     return sum(max(1, sum(1 for _ in leaf.parameters(recurse=False)) // 2) for leaf in leaves)
 
 
+def _bulk(module: nn.Module) -> int:
+    """Weight, and for every block of one layer what its forward computes beside it.
+
+    By layers alone such blocks would seem to hold what they are given and no more, so that all in one region cost as
+    much as each in its own.
+    """
+    return _weight(module) + sum(_is_around_one(part) for part in module.modules())
+
+
+def _is_around_one(module: nn.Module) -> bool:
+    """Whether somebody else's forward computes with one elementary layer, or with matrices of its own."""
+    if not _is_candidate(module) or isinstance(module, (*_HEAVY_LEAVES, nn.Sequential)):
+        return False
+    children = list(module.children())
+    if not children:
+        return any(parameter.dim() > 1 for parameter in module.parameters())
+    return len(children) == 1 and not any(True for _ in children[0].children()) and not _is_candidate(children[0])
+
+
 def _nearest(name: str, wanted: set[str]) -> str | None:
     """The longest proper dotted prefix of `name` that is itself wanted."""
     while "." in name:
@@ -221,12 +240,10 @@ def _loops(modules: Sequence[tuple[str, nn.Module]], parents: dict[str, str | No
     return loops
 
 
-def _balanced_cut(
-    weights: dict[str, int], parents: dict[str, str | None], loops: set[str], blocks: set[str]
-) -> set[str]:
+def _balanced_cut(weights: dict[str, int], parents: dict[str, str | None], loops: set[str]) -> set[str]:
     """The cut that minimises regions + layers of the largest region + layers in none, over all limits on a region's.
 
-    Every candidate is in the cut, inside a unit of it, or above it. Blocks are those that are no elementary layers.
+    Every candidate is in the cut, inside a unit of it, or above it.
     """
     with_parts = {parent for parent in parents.values() if parent is not None}
     best: set[str] = set()
@@ -236,8 +253,7 @@ def _balanced_cut(
         cut = {name for name in fits if not any(a in fits for a in _ancestors(name, parents))}
         # How many layers there are in all changes nothing.
         cost = len(cut) + max(weights[name] for name in cut) - sum(weights[name] for name in cut)
-        # Blocks of one layer count for no more than it, whatever they compute beside it; one region spares nothing.
-        if cost < best_cost or (cost == best_cost and not (len(cut) == 1 < len(best) and best <= blocks)):
+        if cost <= best_cost:
             best, best_cost = cut, cost
     return best
 

@@ -214,3 +214,42 @@ def test_blocks_of_one_layer_shelter_rather_than_all_of_them_together(blocks: in
     for model, prefix in ((Siren(blocks), ""), (nn.ModuleDict({"model": Siren(blocks)}), "model.")):
         shelter = [unit.name for unit in find_units(model) if unit.shelter]
         assert shelter == [f"{prefix}net.{i}" for i in range(blocks)]
+
+
+class Product(nn.Module):
+    """A block without a layer: matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.inward).relu() @ self.outward
+
+
+class Shift(nn.Module):
+    """Something small that is no layer of torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Around(nn.Module):
+    """A chain of blocks, something before it and a head of several layers."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.before = Shift()
+        self.net = nn.Sequential(*(block() for _ in range(12)))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.net(self.before(x)))
+        return found
+
+
+@pytest.mark.parametrize("block", [Sine, Product])
+def test_blocks_of_one_layer_shelter_whatever_is_beside_them(block: type[nn.Module]) -> None:
+    """They hold more than they are given, so the whole chain in one region spares less, with or without other units."""
+    shelter = [unit.name for unit in find_units(Around(block)) if unit.shelter]
+    assert shelter == ["before", *(f"net.{i}" for i in range(12)), "head"]
