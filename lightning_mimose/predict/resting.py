@@ -1,7 +1,7 @@
 """Sheltered steps that are not learnt from: where many told nothing that plans could be made by, few of the next do.
 
 To measure a step by the unit takes several times as long as to run it. Some trainings are never learnt: steps that
-make as many calls as a text is long, that run backward in their midst, whose sizes nothing in the batch tells.
+run backward in their midst, or whose sizes nothing in the batch tells.
 """
 
 from __future__ import annotations
