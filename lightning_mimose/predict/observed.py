@@ -282,7 +282,11 @@ class Observed:
             paths.append(structure.path)
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
-                self.add(key, structure, np.array(values, dtype=np.float64), 0)
+                step = Step(key, structure, np.array(values, dtype=np.float64))
+                if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
+                    self._add(step, 0)
+                else:
+                    self.add(*step, 0)
         bare = state.get("bare")
         self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)
         for kind, left in state["waits"]:

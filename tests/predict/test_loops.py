@@ -44,6 +44,15 @@ def restored(estimator: Estimator) -> Estimator:
     return other
 
 
+def test_what_is_loaded_goes_on_after_a_shorter_batch() -> None:
+    """Folded as it is, it says nothing of how often units were called: a last batch of few rows contradicts nothing."""
+    estimator = restored(learn(Estimator(), (5, 9, 3, 7, 4, 8, 10)))
+    for rounds, rows in ((7, 2), (12, 4), (5, 2)):
+        estimator.add({**size(rounds), "batch": rows}, *step(Chunked, rounds))
+    assert predicted(estimator, 6).structure == folded(Chunked, 6).structure
+    assert len(estimator) > 7
+
+
 @pytest.mark.parametrize("model", [Chunked, Writing])
 def test_a_number_of_rounds_that_was_never_seen_is_predicted(model: type[nn.Module]) -> None:
     """Between others, and beyond them."""
