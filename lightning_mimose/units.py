@@ -76,7 +76,14 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         wanted = _matching(modules, patterns)
     weights = {name: _weight(module) for name, module in modules if name in wanted}
     parents = {name: _nearest(name, wanted) for name in weights}
-    bulks = {name: _bulk(module) for name, module in modules if name in wanted}
+    around_one = {part for part in model.modules() if _is_around_one(part)}
+    # Blocks of one layer count one more, for what their forwards compute beside it: by layers alone they would seem to
+    # hold what they are given and no more, so that all of them in one region cost as much as each in its own.
+    bulks = {
+        name: weights[name] + sum(part in around_one for part in module.modules())
+        for name, module in modules
+        if name in wanted
+    }
     loops = _loops(modules, parents)
     shelter = {
         name
@@ -185,15 +192,6 @@ def _weight(module: nn.Module) -> int:
     """Elementary layers inside, counting a hand-written leaf by its parameters."""
     leaves = (child for child in module.modules() if not any(True for _ in child.children()))
     return sum(max(1, sum(1 for _ in leaf.parameters(recurse=False)) // 2) for leaf in leaves)
-
-
-def _bulk(module: nn.Module) -> int:
-    """Weight, and for every block of one layer what its forward computes beside it.
-
-    By layers alone such blocks would seem to hold what they are given and no more, so that all in one region cost as
-    much as each in its own.
-    """
-    return _weight(module) + sum(_is_around_one(part) for part in module.modules())
 
 
 def _is_around_one(module: nn.Module) -> bool:

@@ -95,9 +95,9 @@ class Student(Forecast):
         # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
         unseen = 0.0
         if prediction is not None:
-            calls, counts = prediction.structure.calls, prediction.structure.counts(prediction.values).tolist()
-            again = (actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in calls)
-            unseen = RNG_STATE_BYTES * sum(count for count, runs in zip(counts, again, strict=True) if runs)
+            structure = prediction.structure
+            again = [actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in structure.calls]
+            unseen = RNG_STATE_BYTES * float(structure.counts(prediction.values) @ again)
         bound = (
             self.estimator.observed.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         )

@@ -59,8 +59,11 @@ class Inputs:
 
     def differ(self, size: BatchSize, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A unit is called, in a step of some size: whether it was given something else at that size before."""
-        around, tensor = self._around.get(unit), first_tensor([*args, *kwargs.values()])
-        if tensor is None or around is None or around in self._seen:
+        around = self._around.get(unit)
+        if around is None or around in self._seen:
+            return False
+        tensor = first_tensor([*args, *kwargs.values()])
+        if tensor is None:
             return False
         if self._awaited is None and around not in self._ignored:
             self._compared.add(unit)

@@ -167,10 +167,8 @@ class Estimator:
     def heed(self, dims: Iterable[str], structure: Structure) -> bool:
         """A measured step tells nothing but its path; returns whether batches with these dimensions wait for it now."""
         names = tuple(sorted(dims))
-        known, path = (
-            {other.path for other in self.observed.alike(names)},
-            self.observed.loops.path_of(names, structure),
-        )
+        known = {other.path for other in self.observed.alike(names)}
+        path = self.observed.loops.path_of(names, structure)
         is_new = bool(known) and path not in known and not any(path.is_part_of(other) for other in known)
         return is_new and self.observed.waits.strange(names)
 

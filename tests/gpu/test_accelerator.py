@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,20 +16,9 @@ from lightning_mimose.measure import counters
 from tests.helpers.fits import same
 from tests.helpers.models import Block, TinyKeywords, TinyText, text_batch
 
-# Read by torch with the first product of matrices.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:(?s).*deterministic")]
 LENGTHS = (256, 192, 384, 128, 320, 512, 224, 448, 160, 288)
 MIB = 1 << 20
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The accelerator, with nothing of other tests in its allocator's cache."""
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    torch.accelerator.empty_cache()
-    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from tests.helpers.architectures import ARCHITECTURES, Architecture
 from tests.helpers.fits import same
 from tests.helpers.models import Batch
 
-# Read by torch with the first product of matrices.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = pytest.mark.gpu
 NAMES = (
     "bert",
@@ -53,7 +50,6 @@ def deterministic() -> Iterator[None]:
     switch(True)
     yield
     switch(False)
-    torch.accelerator.empty_cache()
 
 
 def larger(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,11 +106,8 @@ def train(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_held_and_the_same(name: str) -> None:
+def test_held_and_the_same(name: str, device: torch.device) -> None:
     """By the allocator's own counters, and bit for bit."""
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     plain, peaks, lasting, _ = train(ARCHITECTURES[name], device, None)
     budget = lasting + int(SHARE * (max(peaks) - lasting))
     assert sum(peak > budget for peak in peaks) >= len(peaks) // 3
