@@ -34,10 +34,15 @@ LARGE_BYTES = 1 << 16
 """Tensors above it are not copied on the mere suspicion that a step might write them."""
 
 
+ALONE = 2
+"""How many use the memory of a tensor that shares it with none: that tensor, and whoever asks."""
+
+
 class _Pieces(NamedTuple):
-    """Tensors of one dtype and device, and their elements one after the other."""
+    """Tensors of one dtype and device, what they looked like, and their elements one after the other."""
 
     tensors: list[torch.Tensor]
+    shapes: list[torch.Size]
     content: bytes | torch.Tensor
 
 
@@ -48,13 +53,14 @@ class _Object:
         tensor: The tensor, which is there now.
     """
 
-    __slots__ = ("_device", "_dtype", "_held", "_ref", "_shape")
+    __slots__ = ("_device", "_dtype", "_held", "_ref", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
-        self._held = None if plain and tensor.is_contiguous() and not tensor._is_view() else tensor
+        alone = tensor.is_contiguous() and not tensor._is_view() and not _shares_memory(tensor)
+        self._held = None if plain and alone else tensor
         self._ref = TensorWeakRef(tensor)
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self.shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
 
     def alive(self) -> torch.Tensor | None:
         """The tensor, if it is still there."""
@@ -65,7 +71,7 @@ class _Object:
         """The tensor, or one like it, that has to be filled: the same one whenever it is asked for."""
         alive = self.alive()
         if alive is None:
-            alive = self._held = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            alive = self._held = torch.empty(self.shape, dtype=self._dtype, device=self._device)
             self._ref = TensorWeakRef(alive)
         return alive
 
@@ -98,7 +104,7 @@ class _Suspect(NamedTuple):
         if value is not None:
             put_back([self.entry(value)])
             if not isinstance(self.content, int) and _differs(value, self.content):
-                _fill([value], self.content)
+                _fill([value], [self.found.shape], self.content)
 
 
 class StepState:
@@ -196,19 +202,19 @@ class StepCopy:
             each.put_back()
         if self._modules is not None:
             put_back(appeared(self._modules, self._seen()))
-        for tensors, pieces in self._pieces:
-            _fill(tensors, pieces)
+        for pieces in self._pieces:
+            _fill(*pieces)
         return not lost
 
 
 def _in_pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return [
-        _Pieces(group, _bytes(flat) if flat.device.type == "cpu" else flat)
+        _Pieces(group, [tensor.shape for tensor in group], _bytes(flat) if flat.device.type == "cpu" else flat)
         for group in groups.values()
-        for flat in (torch.cat([tensor.reshape(-1) for tensor in group]),)
+        for flat in (torch.cat([tensor.detach().reshape(-1) for tensor in group]),)
     ]
 
 
@@ -228,11 +234,17 @@ def _differs(tensor: torch.Tensor, content: bytes | torch.Tensor | int) -> bool:
     return (checksum(tensor) if isinstance(content, int) else _bytes(tensor)) != content
 
 
-def _fill(tensors: Sequence[torch.Tensor], content: bytes | torch.Tensor) -> None:
+def _fill(tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size], content: bytes | torch.Tensor) -> None:
     if isinstance(content, bytes):
-        if not content:
-            return
-        content = torch.frombuffer(bytearray(content), dtype=tensors[0].dtype)
-    pieces: Any = content.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.data.copy_(piece.view(tensor.shape))
+        content = torch.frombuffer(bytearray(content), dtype=tensors[0].dtype) if content else tensors[0].new_empty(0)
+    pieces: Any = content.split([shape.numel() for shape in shapes])
+    for tensor, shape, piece in zip(tensors, shapes, pieces, strict=True):
+        if tensor.shape != shape:  # it was given other memory (`queue.data = torch.cat(...)`) or resized in place
+            tensor.data = tensor.new_empty(shape)
+        tensor.data.copy_(piece.view(shape))
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have the same memory: `b = a.data` is no view of `a`."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > ALONE)

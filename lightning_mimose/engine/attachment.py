@@ -102,13 +102,25 @@ class Attachment:
         """Whether the allocator fails beyond the budget, whatever the device has."""
         return self._cap.in_force
 
+    @property
+    def may_exceed(self) -> bool:
+        """Whether the allocator has a limit that may give way."""
+        return self._cap.may_give_way
+
     def exceed_budget(self) -> bool:
         """The most saving plan does not fit: let the allocator have more, where the user wants to go on with it.
 
         Returns:
-            Whether it may have more from now on.
+            Whether it may have more, until the step is over.
         """
-        return self._cap.give_way()
+        gives_way = self._cap.give_way()
+        if gives_way:
+            self._advisor.announce("mimose: this step fits no plan: the allocator may go beyond the budget for it")
+        return gives_way
+
+    def keep_budget(self) -> None:
+        """The step is over: hold the allocator to the budget again."""
+        self._cap.renew()
 
     @property
     def has_news(self) -> bool:

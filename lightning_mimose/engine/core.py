@@ -124,6 +124,7 @@ class Engine:
             weakref.finalize(self, self.tenancy.drop)
         cap = ReservedCap(self.device, budget_bytes, lasts=on_infeasible == "raise")
         self._attachment = Attachment(model, self.units, self.session, self.advisor, cap)
+        self._refuser.exceed = self._attachment.exceed_budget
         others = Others(self.device, budget_bytes) if self.tenancy is None and counters.exist(self.device) else None
         self.advisor.barred_bytes = others.barred_bytes if others is not None else 0
         self.advisor.scratch_bytes = scratch_bytes(budget_bytes) if counters.exist(self.device) else 0
@@ -290,6 +291,9 @@ class Engine:
         measured = step.measuring
         self._finish_together(step)
         step.updating = True
+        lasting = step.resident.lasting_bytes
+        if self._attachment.may_exceed and self._update.peak_bytes(lasting) > self.advisor.budget_bytes:
+            self._attachment.exceed_budget()
         if self.tenancy is not None:
             self.tenancy.update()
         if measured:

@@ -28,12 +28,14 @@ class Refuser:
 
     Attributes:
         beside: Says what other trainings in the same budget hold.
+        exceed: Lets a step that only a warning was given for go beyond the budget.
     """
 
     def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"], update: UpdateReserve) -> None:
         self._advisor, self._update = advisor, update
         self._raises = on_infeasible == "raise"
         self.beside: Callable[[], str] = str
+        self.exceed: Callable[[], object] = bool
 
     def update(
         self, lasting_bytes: int, gradient_bytes: int, least_bytes: int, parts: str
@@ -96,6 +98,7 @@ class Refuser:
         warnings.warn(
             f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan.", stacklevel=4
         )
+        self.exceed()
 
 
 def infeasible_error(budget_bytes: int, resident_bytes: int, smallest: int, why: str) -> BudgetInfeasibleError:

@@ -200,6 +200,7 @@ class Running:
         session.disarm(ran=ran)
         if self._tenancy is not None:
             self._tenancy.end()
+        self._attachment.keep_budget()
         if self._attachment.has_news:
             self._attachment.take_refusals()
         if armed:  # else no unit can have been tried

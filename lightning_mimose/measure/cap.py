@@ -46,13 +46,14 @@ class ReservedCap:
     Args:
         device: The device.
         budget_bytes: What may be reserved.
-        lasts: Whether it stays when nothing fits into it.
+        lasts: Whether it stays in steps that do not fit into it.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, *, lasts: bool = True) -> None:
         self._device, self._lasts = device, lasts
         self._limit_bytes = budget_bytes - barred_bytes(device, budget_bytes)
         self._before: float | None = None
+        self._gave_way = False
 
     def apply(self) -> None:
         """Set the cap."""
@@ -71,15 +72,28 @@ class ReservedCap:
         """Whether it is set."""
         return self._before is not None
 
+    @property
+    def may_give_way(self) -> bool:
+        """Whether `give_way` would do something."""
+        return self.in_force and not self._lasts
+
     def give_way(self) -> bool:
-        """Nothing fits into it: put the old limit back where it may go, and say whether that was so."""
-        gives_way = self.in_force and not self._lasts
+        """The step does not fit into it: put the old limit back for it, if it may be, and say whether that was so."""
+        gives_way = self.may_give_way
         if gives_way:
             self.restore()
+            self._gave_way = True
         return gives_way
+
+    def renew(self) -> None:
+        """The step is over: set the cap again, if it gave way to it."""
+        if self._gave_way:
+            self._gave_way = False
+            self.apply()
 
     def restore(self) -> None:
         """Put the old limit back, if `apply` changed it."""
+        self._gave_way = False
         if self._before is not None:
             torch.cuda.set_per_process_memory_fraction(self._before, self._device)
             self._before = None

@@ -117,6 +117,43 @@ def test_one_tensor_in_two_places_is_one_again() -> None:
     assert float(model.large.sum()) == 2 * LARGE_BYTES
 
 
+def test_tensors_that_share_memory_go_on_sharing_it() -> None:
+    """`b = a.data` is no view of `a`: once a step has replaced `a`, another tensor with its content would be apart."""
+    model = Model()
+    model.register_buffer("same", model.constant.data)
+    state = StepState(lambda: list(model.modules()))
+    for _ in range(step_state.FIRST_STEPS + 2):
+        copy = state.copy(learning=False)
+        model.constant = model.constant + 1
+        copy.learn()
+        assert copy.put_back()
+        assert model.constant.data_ptr() == model.same.data_ptr()
+        assert model.same.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("resized", ["data", "in place"])
+def test_a_tensor_that_grows_is_put_back(resized: str) -> None:
+    """A queue that is filled up step by step; also in steps that copy only what they know to be written."""
+    model = Model()
+    model.register_buffer("queue", torch.zeros(2))
+    queue = model.queue
+    state = StepState(lambda: list(model.modules()))
+    for step in range(step_state.FIRST_STEPS + 2):
+        for _ in range(2):  # what is put back the first time is done again
+            before = queue.tolist()
+            copy = state.copy(learning=False)
+            if resized == "data":
+                queue.data = torch.cat([queue, torch.full((1,), float(step))])
+            else:
+                queue.set_(torch.cat([queue, torch.full((1,), float(step))]))
+            copy.learn()
+            after = queue.tolist()
+            assert copy.put_back()
+            assert queue.tolist() == before
+            assert model.queue is queue
+        model.queue.data = torch.tensor(after)
+
+
 def test_a_tensor_with_attributes_is_put_back_itself() -> None:
     """Another one would be told from it."""
     model = Model()

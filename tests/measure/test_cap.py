@@ -79,3 +79,21 @@ def test_it_gives_way_only_where_it_may(limits: list[float]) -> None:
     assert not other.in_force
     assert not other.give_way()
     assert limits[-1] == 0.9
+
+
+def test_it_gives_way_for_one_step(limits: list[float]) -> None:
+    """Batches after it are held to the budget again; nothing is set where it did not give way, or is detached."""
+    limit = ReservedCap(DEVICE, BUDGET_BYTES, lasts=False)
+    limit.apply()
+    capped = limits[-1]
+    limit.renew()
+    assert len(limits) == 2
+    assert limit.give_way()
+    assert limits[-1] == 0.9
+    limit.renew()
+    assert limits[-1] == capped
+    assert limit.give_way()
+    limit.restore()
+    limit.renew()
+    assert limits[-1] == 0.9
+    assert not limit.in_force
