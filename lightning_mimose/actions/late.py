@@ -132,6 +132,17 @@ class LateWrites:
                 found.append(_Seen(module, watched, values, contents, _count(module)))
         return Look(found)
 
+    def copied_bytes(self) -> int:
+        """Bytes of the tensors that a look copies."""
+        values = [
+            value
+            for watched in self._watched
+            if (module := watched.module()) is not None
+            for value in watched.values(module)
+            if type(value) not in SIMPLE and isinstance(value, torch.Tensor)
+        ]
+        return sum([value.nbytes for value in values if _is_copied(value)])
+
     def written_since(self, look: Look) -> Late:
         """What a forward wrote for the first time."""
         late = Late([], [], [])
@@ -170,8 +181,11 @@ def _content(index: int, value: Any) -> _Content:
         return _Content(index, content_of(value), 0)
     if value.is_inference():
         return _Content(index, None, 0)
-    small = is_readable(value) and value.nbytes <= SMALL_BYTES
-    return _Content(index, content_of(value) if small else None, value._version)
+    return _Content(index, content_of(value) if _is_copied(value) else None, value._version)
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    return not tensor.is_inference() and is_readable(tensor) and tensor.nbytes <= SMALL_BYTES
 
 
 def _is_version(tensor: torch.Tensor, version: int) -> bool:

@@ -114,11 +114,24 @@ class WrittenState:
         known = self._written.get(self._mode)
         if known is None:
             return copy_all(self.modules())
-        late = self._unwritten.get(self._mode)
-        if late is None:
-            late = self._unwritten[self._mode] = LateWrites(list(_entries(self.modules())), known)
-        self._look = late.look()
+        self._look = self._late(self._mode, known).look()
         return copy_places(known) if known else []
+
+    def _late(self, mode: tuple[bool, ...], known: list[Place]) -> LateWrites:
+        late = self._unwritten.get(mode)
+        if late is None:
+            late = self._unwritten[mode] = LateWrites(list(_entries(self.modules())), known)
+        return late
+
+    def copied_bytes(self) -> int:
+        """Bytes of what `before_forward` copies once it is known what forwards write; 0 until then."""
+        mode = self._mode_now()
+        known = self._written.get(mode)
+        if known is None:
+            return 0
+        values = [_look(ref(), name) for ref, name in known if ref is not None]
+        written = [value.nbytes for value in values if isinstance(value, torch.Tensor) and not is_activation(value)]
+        return sum(written) + self._late(mode, known).copied_bytes()
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.

@@ -185,11 +185,27 @@ class StepRecorder:
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
 
-    def run_kept(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that is kept, or that is nested in a region."""
+    def run_kept(
+        self,
+        unit: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied_bytes: Callable[[], int] = int,
+    ) -> Any:
+        """Run a call that is kept, or that is nested in a region.
+
+        Args:
+            unit: Name of the unit.
+            original: Its own forward.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            copied_bytes: Tells what would be copied for its forward were it recomputed itself.
+        """
         if self.replays.running:
             return self.replays.run_inside(unit, original, args, kwargs)
         call = self.enter(unit, "keep", args, kwargs)
+        call.copied_bytes = copied_bytes()
         try:
             out = original(*args, **kwargs)
         finally:

@@ -95,8 +95,8 @@ def observe(
         if again is not None or call.is_unseen:
             # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = activation[call.marks["in"] : call.marks["out"]]
-            # Likewise, it would keep the random state of its forward from the start.
-            stashed = 0 if call is region else state_bytes
+            # Likewise, it would keep the random state of its forward from the start, and copies of what that may write.
+            stashed = 0 if call is region else state_bytes + call.copied_bytes
             lean = columns.add(max(peak for _, peak in inside) - inside[0][0] + stashed)
             first = region.marks["in"]
             since = 0 if again is None else activation[again][0] - activation[region.marks["again"]][0]
