@@ -13,6 +13,7 @@ import torch
 from lightning_mimose.actions.compared import TELLS_APART, Verdict
 from lightning_mimose.actions.lean.returned import Returned
 from lightning_mimose.actions.offload import Offloader
+from lightning_mimose.actions.pieces import Pieces
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.inputs import InputWatch
@@ -128,6 +129,7 @@ class Session:
     learning_steps: int = 0
     news: bool = False
     own_nodes: int = 0
+    _pieces: Pieces = field(default_factory=Pieces)
     _armed_besides: bool = False
     _modes: Hashable = None
     _tried: dict[Hashable, tuple[set[str], set[str]]] = field(default_factory=dict)
@@ -179,6 +181,7 @@ class Session:
         self.recorder, self.inside, self.trial, self.latest = recorder, 0, None, None
         self.compared, self.watch, self.strangers, self.met, self.next_call = False, None, strangers, [], None
         self.passed_by, self.own_nodes = False, 0
+        self._pieces.end()
         self.given.clear()
         self.returned.clear()
         self.actions = self.standing(actions)
@@ -285,12 +288,15 @@ class Session:
         self.actions = self.standing(self.actions)
 
     def passes_by(self, name: str) -> None:
-        """A unit is called without gradients (a teacher, a target): one moment of the step, in one that is recorded."""
+        """A unit is called without gradients (a teacher, a target): a moment of the step, in one that is recorded."""
         self.passed_by, recorder = True, self.recorder
         if recorder is None or self.inside or self.trial is not None or recorder.replays.running:
             return
-        if name in self.actions:  # no smaller pieces than the units of the shelter
-            recorder.mark("step", f"{name} without gradients")
+        if name in self.actions:
+            self._pieces.begin(name)
+        elif not self._pieces.is_one(name):
+            return
+        recorder.mark("step", f"{name} without gradients")
 
     def bypass(self, name: str) -> bool:
         """A unit is called outside of those that act: none around it is to be recomputed then, but its parts are.

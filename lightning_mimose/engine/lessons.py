@@ -328,7 +328,8 @@ class Lessons:
         if trace.passes_apart:
             return
         went_back = any(mark.name == "backward" for mark in trace.marks)
-        ran = went_back and bool(trace.calls)  # though no unit did, of a network that is frozen up to its head
+        # Though no unit may have: of a network that is frozen up to its head, or called without gradients.
+        ran = went_back and bool(trace.calls or self._session.passed_by)
         if step.retried or made_state:  # recorded for its peak, not to learn from
             if made_state and ran:
                 self._advisor.heed(step.size, observe(trace, step.batch_bytes, None, GRADES).structure)

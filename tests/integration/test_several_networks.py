@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers.fits import mimose, run, same
-from tests.helpers.models import Batch, Task, TinyVision, image_batch
+from tests.helpers.models import Batch, Task, TinyText, TinyVision, image_batch, text_batch
 
 SIDES = [36, 16, 24, 32, 20, 28, 36, 24]
 """The largest first: nothing is known then."""
@@ -87,3 +88,98 @@ def test_a_frozen_network_below_one_trained_layer_is_learnt() -> None:
     assert not any(record.sheltered for record in callback.records[len(SIDES) :])
     for record, peak in zip(callback.records, fit.peaks, strict=True):
         assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+LENGTHS = [64, 68, 20, 48, 80, 76, 52, 88, 40, 32, 60, 28, 92, 24, 84, 56, 72, 36, 44, 88]
+
+
+class TextProbe(Task):
+    """The same of texts: attention's memory grows with a length's square, the rest with the length."""
+
+    mode: type = torch.no_grad
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model = TinyText(layers=3).requires_grad_(False)
+        self.probe = nn.Linear(32, 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch; the network is called without gradients."""
+        with self.mode():
+            features = self.model.embed(batch["input_ids"])
+            for layer in self.model.layers:
+                features = layer(features)
+        return nn.functional.cross_entropy(self.probe(features.mean(1).clone()), batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """For what is trained."""
+        return torch.optim.AdamW(self.probe.parameters(), 1e-3)
+
+
+class InferenceProbe(TextProbe):
+    """In inference mode."""
+
+    mode = torch.inference_mode
+
+
+class TextHead(TextProbe):
+    """The head has several layers, and is a unit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.probe = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 2))
+
+
+class GradientProbe(TextProbe):
+    """With gradients, of which there are none."""
+
+    mode = nullcontext
+
+
+@pytest.mark.parametrize("task", [TextProbe, InferenceProbe, TextHead, GradientProbe])
+def test_a_network_that_is_called_without_gradients_is_learnt(task: type[Task]) -> None:
+    """Its blocks' parts are moments of their own, so that each is a polynomial of the length."""
+    data = [text_batch(4, length, i) for i, length in enumerate(LENGTHS)]
+    plain = run(task=task, data=data)
+    callback = mimose(int(1.01 * max(plain.peaks)))
+    fit = run(callback, task=task, data=data)
+    assert same(fit.weights(), plain.weights())
+    assert sum(record.sheltered for record in callback.records) <= 6
+    for record, peak in zip(callback.records, fit.peaks, strict=True):
+        assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+class Routed(nn.Module):
+    """A block that sends what it is given through some of four small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """By chance, as good as."""
+        chosen = int(x.sum().abs() * 1000) % 16
+        out = x.clone()
+        for i, expert in enumerate(self.experts):
+            if chosen >> i & 1:
+                out += expert(x)
+        return out
+
+
+class RoutedProbe(TextProbe):
+    """The frozen network routes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model.layers = nn.ModuleList(Routed() for _ in range(4)).requires_grad_(False)
+
+
+def test_what_a_router_calls_without_gradients_makes_no_other_step() -> None:
+    """Whichever and however many blocks were called, steps are taken for the same."""
+    data = [text_batch(4, (64, 32, 80, 48, 72, 56)[i % 6], i) for i in range(36)]
+    plain = run(task=RoutedProbe, data=data)
+    callback = mimose(int(1.05 * max(plain.peaks)))
+    fit = run(callback, task=RoutedProbe, data=data)
+    assert same(fit.weights(), plain.weights())
+    assert max(fit.peaks) <= callback.records[0].budget_bytes
+    assert not any(record.sheltered for record in callback.records[-12:])
