@@ -113,9 +113,9 @@ class Lessons:
         self._timed += 1
         return self._laps.now()
 
-    def rest(self) -> bool:
-        """Whether the running step is not learnt from, though it is sheltered: too many of its like were, in vain."""
-        return self._resting.rests(self._way)
+    def rest(self, step: Step) -> bool:
+        """Whether a step is not learnt from, though it is sheltered: too many of its like were, in vain."""
+        return self._resting.rests(self._way, () if step.undecided else step.size.dims)
 
     def ran(self, step: Step) -> None:
         """A step is over, learnt from or not."""

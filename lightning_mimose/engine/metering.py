@@ -55,7 +55,7 @@ class Metering:
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
         self._bounded += step.advice.bounded
-        step.learns = step.sheltered and (self._due > 0 or not step.undecided) and not self._lessons.rest()
+        step.learns = step.sheltered and (self._due > 0 or not step.undecided) and not self._lessons.rest(step)
         if step.undecided:
             step.is_measured = step.learns or self._is_free or self._measures_undecided()
         else:
@@ -85,7 +85,7 @@ class Metering:
 
         By a mode of our own, for a profiler may run by now; not where another mode does, which would end before it.
         """
-        if step.updating or step.learns or self._lessons.rest():
+        if step.updating or step.learns or self._lessons.rest(step):
             return
         if step.measuring and isinstance(step.recorder, StepRecorder):
             step.learns = step.begun_late = True

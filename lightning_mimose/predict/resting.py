@@ -6,7 +6,8 @@ run backward in their midst, or whose sizes nothing in the batch tells.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Sequence
 
 LEARNT_STEPS = 40
 """Sheltered steps in a row that are all learnt from: more than sizes in two dimensions take."""
@@ -17,18 +18,26 @@ BEYOND = 1.25
 KNOWN = 32
 """Ways of running whose steps are counted."""
 
+Dims = Sequence[tuple[str, int]]
+
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 class _Row:
-    """Sheltered steps in a row: how many, and from where to where each dimension of their sizes went."""
+    """Sheltered steps in a row: how many, from where to where each dimension went, and the largest size."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._spans: dict[str, tuple[int, int]] = {}
+        self._largest = 0
 
-    def add(self, dims: Iterable[tuple[str, int]]) -> None:
-        is_beyond = False
+    def is_largest(self, dims: Dims) -> bool:
+        """A batch may be large in two dimensions, in each of which others were as large before."""
+        return bool(dims) and _product(dims) > self._largest
+
+    def add(self, dims: Dims) -> None:
+        is_beyond = bool(dims) and _product(dims) > BEYOND * self._largest
+        self._largest = max(self._largest, _product(dims))
         for name, value in dims:
             low, high = self._spans.get(name, (value, value))
             is_beyond |= name not in self._spans or value > BEYOND * high or value * BEYOND < low
@@ -40,7 +49,7 @@ class Resting:
     """Says which of the sheltered steps in a row are not learnt from.
 
     Those that are do not come in step with anything: whatever comes in every second or third step is met. Where other
-    sizes begin, all are learnt from again.
+    sizes begin, all are learnt from again, and the largest so far is in any case.
 
     Example:
         >>> resting, rested = Resting(), 0
@@ -57,18 +66,20 @@ class Resting:
     def __init__(self) -> None:
         self._rows: dict[Hashable, _Row] = {}
 
-    def rests(self, way: Hashable) -> bool:
+    def rests(self, way: Hashable, dims: Dims = ()) -> bool:
         """Whether the next sheltered step is not learnt from.
 
         Args:
             way: In which way the model runs (its modes, the kind of its steps): each is learnt for itself.
+            dims: Its size, if it is known.
         """
-        steps = self._rows[way].steps if way in self._rows else 0
-        if steps < LEARNT_STEPS:
+        row = self._rows.get(way)
+        if row is None or row.steps < LEARNT_STEPS or row.is_largest(dims):
             return False
+        steps = row.steps
         return steps * _GOLDEN % 1.0 >= max(LEAST_SHARE, LEARNT_STEPS / 2 / steps)
 
-    def ran(self, way: Hashable, dims: Iterable[tuple[str, int]], *, sheltered: bool) -> None:
+    def ran(self, way: Hashable, dims: Dims, *, sheltered: bool) -> None:
         """A step ran in this way.
 
         Args:
@@ -84,3 +95,7 @@ class Resting:
                 del self._rows[next(iter(self._rows))]
             self._rows[way] = _Row()
         self._rows[way].add(dims)
+
+
+def _product(dims: Dims) -> int:
+    return math.prod(value for _, value in dims)

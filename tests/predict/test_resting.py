@@ -82,3 +82,16 @@ def test_sizes_like_those_before_and_unknown_ones_do_not_begin_anew() -> None:
         resting = rested(500)
         resting.ran("way", alike, sheltered=True)
         assert not learns_all(resting, LEARNT_STEPS, SIZE)
+
+
+def test_what_is_largest_in_all_dimensions_together_is_learnt_from_at_once() -> None:
+    """Many short texts and one long text were met; many long ones take more than both, which nobody has measured."""
+    resting = Resting()
+    for i in range(400):
+        resting.ran("way", [("batch", 64 if i % 2 else 1), ("tokens", 16 if i % 2 else 1024)], sheltered=True)
+    while not resting.rests("way"):
+        resting.ran("way", [("batch", 1), ("tokens", 1024)], sheltered=True)
+    assert resting.rests("way", [("batch", 32), ("tokens", 16)])
+    assert not resting.rests("way", [("batch", 64), ("tokens", 1024)])
+    resting.ran("way", [("batch", 64), ("tokens", 1024)], sheltered=True)
+    assert learns_all(resting, LEARNT_STEPS, [("batch", 64), ("tokens", 1024)])
