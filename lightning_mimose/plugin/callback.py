@@ -87,15 +87,13 @@ class MimoseCallback(Callback):
         on_oom: Literal["retry", "raise"] = "retry",
         host_budget: str | int | float | None = None,
     ) -> None:
-        if not isinstance(budget, SHARED_BUDGETS):
-            parse_budget(budget)
+        self.budget = budget
         if host_budget is not None:
             parse_budget(host_budget)
         check_actions(actions)
         check_choices(on_infeasible, on_oom)
         check_planner(planner)
         check_size_fn(size_fn)
-        self.budget = budget
         self.units = units
         self.size_fn = size_fn
         self.actions = actions
@@ -119,6 +117,17 @@ class MimoseCallback(Callback):
     def state_key(self) -> str:
         """One callback of the user's and one from the environment may stand side by side."""
         return self._generate_state_key(environment=True) if self._from_environment else super().state_key
+
+    @property
+    def budget(self) -> AnyBudget:
+        """What was asked for. Another one may be assigned while a fit runs, and holds from the next batch on."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: AnyBudget) -> None:
+        if not isinstance(budget, SHARED_BUDGETS):
+            parse_budget(budget)
+        self._budget, self._is_new_budget = budget, True
 
     @property
     def records(self) -> Records:
@@ -206,7 +215,10 @@ class MimoseCallback(Callback):
         if self._idle:
             return
         self._metrics = StepMetrics()
-        engine = self._open(trainer, pl_module, self.budget)
+        self._tell_budget(self._open(trainer, pl_module, self.budget))
+
+    @staticmethod
+    def _tell_budget(engine: Engine) -> None:
         where = engine.memory.description.rstrip(",")  # where it tells of neighbours, it ends in one
         tell(
             f"mimose: budget {engine.budget_bytes:,} bytes ({format_bytes(engine.budget_bytes)}) on {where}, "
@@ -214,6 +226,7 @@ class MimoseCallback(Callback):
         )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: AnyBudget) -> Engine:
+        self._is_new_budget = False
         asked = ("units", "size_fn", "actions", "planner", "on_infeasible", "host_budget")
         options = {"budget": budget, **{name: getattr(self, name) for name in asked}}
         run = Run(trainer, pl_module, options, retries=self.on_oom == "retry")
@@ -240,7 +253,10 @@ class MimoseCallback(Callback):
         if self._run is None:
             return
         self._run.engine.abort_step()  # a step that another hook skipped has no end
-        if batch_idx == 0 and self._run.is_another:  # what is saved, made and kept from now on is another matter
+        if self._is_new_budget:
+            self._close()
+            self._tell_budget(self._open(trainer, pl_module, self.budget))
+        elif batch_idx == 0 and self._run.is_another:  # what is saved, made and kept from now on is another matter
             shared = isinstance(self.budget, SHARED_BUDGETS)
             budget = self.budget if shared else self._run.engine.budget_bytes
             self._close()

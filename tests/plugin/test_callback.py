@@ -374,6 +374,29 @@ def test_a_second_fit_of_another_model_starts_anew() -> None:
     assert callback.records[-2].size.keys() == {"batch", "pixel_values:2"}
 
 
+def test_a_budget_that_is_assigned_in_mid_run_holds_from_the_next_batch_on() -> None:
+    """With what is known of the model; a later fit goes on with it, and what cannot be read is refused at once."""
+
+    class Tighter(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 11:
+                callback.budget = plain.budget(0.6)
+
+    data = batches(count=20)
+    plain = run(data=data)
+    callback = MimoseCallback(plain.budget(0.9))
+    budgeted = run(callback, Tighter(), data=data, accumulate_grad_batches=2)
+    assert {record.budget_bytes for record in callback.records[:12]} == {plain.budget(0.9)}
+    assert {record.budget_bytes for record in callback.records[12:]} == {plain.budget(0.6)}
+    assert max(budgeted.peaks[12:]) <= plain.budget(0.6)
+    assert sum(record.sheltered for record in callback.records[12:]) <= 1
+    assert same(run(data=data, accumulate_grad_batches=2).weights(), budgeted.weights())
+    with pytest.raises(BudgetError):
+        callback.budget = "8 parsecs"
+    run(callback, data=data[:1])
+    assert callback.records[-1].budget_bytes == plain.budget(0.6)
+
+
 def test_layers_that_are_unfrozen_in_mid_run_are_learnt_again() -> None:
     """What was measured of a frozen model is no plan for a trained one, and its optimizer state is yet to come."""
 
