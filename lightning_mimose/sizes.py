@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_mimose.dims import BATCH, Leaf, leaves_of, names_of
 from lightning_mimose.errors import SizeError
+from lightning_mimose.labels import Labels
 from lightning_mimose.layouts import Layout
 
 _KNOWN_SHAPES = 256  # batches whose shapes were met, and so need not be read again
@@ -113,6 +114,8 @@ class SizeTracker:
         """Whether several calls of the model make a size, see there."""
         self.ignored: set[str] = set()
         """Modules whose inputs follow from no size, see there."""
+        self.labels = Labels()
+        """What batches of the same dimensions are told apart by, if by anything."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[Layout] = []
         self._index: dict[frozenset[str], int] = {}
@@ -129,6 +132,7 @@ class SizeTracker:
         shapes = _shapes(batch) if self.size_fn is None else None
         if shapes is None:
             return self._observe(batch)
+        self.labels.observe(None)
         known = self._by_shapes.get(shapes)
         if known is None:  # another batch of these shapes would teach nothing
             known = self._observe(batch)
@@ -138,11 +142,13 @@ class SizeTracker:
         return known
 
     def _observe(self, batch: Any) -> BatchSize:
-        return self._see(self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch)))
+        self.labels.observe(batch)
+        dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
+        return self._see(dims | self.labels.dims)
 
     def observe_leaves(self, leaves: Sequence[Leaf]) -> BatchSize:
         """The size of these tensors, which is remembered: what the model is called with (see `level`)."""
-        return self._see(self._named(leaves))
+        return self._see(self._named(leaves) | self.labels.dims)
 
     def _see(self, dims: dict[str, int]) -> BatchSize:
         index = self._index.get(frozenset(dims))
@@ -176,6 +182,7 @@ class SizeTracker:
                     "the step runs. Name these dimensions in place of a batch."
                 )
             dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
+            dims |= self.labels.dims_of(batch)
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
         for index, layout in enumerate(self._layouts):
             if set(batch) <= set(layout.names):
@@ -195,7 +202,8 @@ class SizeTracker:
             leaves: Those that are there. For the rest see `look`.
             fill: Dimensions, and the names of those that are there -> the same with what follows from others.
         """
-        for there in (names_of(leaves), names_of(leaves, share=False)):
+        for each in (names_of(leaves), names_of(leaves, share=False)):
+            there = each | self.labels.dims
             fitting = [i for i, layout in enumerate(self._layouts) if there.keys() <= set(layout.names)]
             if fitting:  # the longest: what is not there is still to come
                 size = self._filled(there, max(fitting, key=lambda i: len(self._layouts[i].names)))
@@ -235,6 +243,7 @@ class SizeTracker:
         """What was learned, as plain data; `size_fn` is not part of it."""
         layouts = [{"names": x.names, "low": x.low, "high": x.high, "groups": x.groups} for x in self._layouts]
         read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
+        read["labels"] = list(self.labels.told)
         return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,6 +251,7 @@ class SizeTracker:
         self.restart(state["level"], state["entries"])
         self.ignored.clear()
         self.ignored.update(state["ignored"])
+        self.labels.load(state.get("labels", ()))
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
         for saved in copy.deepcopy(state["layouts"]):
             layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])

@@ -127,7 +127,9 @@ class Inlets:
             self._read_at(*self._next)
         if self._fixed and self._tracker.level:  # learnt by a run that could read them elsewhere
             self._read_at(0, entries=False)
-        if not self._tracker.level:
+        if self._tracker.level:
+            self._tracker.labels.observe(batch)
+        else:
             try:
                 return self._tracker.observe(batch)
             except SizeError:
