@@ -122,6 +122,16 @@ def is_compiled(module: nn.Module) -> bool:
     return _COMPILED in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether a module of a model is compiled, or has an attribute that is a function for which code was generated."""
+    return any(is_compiled(part) or any(map(_is_generated, vars(part).values())) for part in model.modules())
+
+
+def _is_generated(value: object) -> bool:
+    config = getattr(value, "get_compiler_config", None) if callable(value) else None
+    return config is not None and config() is not None  # None for backends that call torch's operators
+
+
 def runs_torchscript(module: nn.Module) -> bool:
     """Whether a module or a part of it was scripted, or calls a scripted function that its forward or it names.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ from lightning_mimose.predict.misses import scratch_bytes
 from lightning_mimose.report.record import StepRecord
 from lightning_mimose.sharding import sharded_modules, sharing_ranks
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
-from lightning_mimose.units import Unit, find_units, fingerprint
+from lightning_mimose.units import Unit, find_units, fingerprint, runs_compiled
 
 
 class Engine:
@@ -92,6 +93,7 @@ class Engine:
         ranks = sharing_ranks(model)
         # The profiler misses what gloo's threads let go of; a dispatch mode does not.
         self.profile = profile and len(ranks) < 2
+        self.compiles = partial(runs_compiled, model)
         self.actions = check_actions(actions)
         self.units: tuple[Unit, ...] = find_units(model, units)
         self.ledger = ResidentLedger(model, bucket_bytes)
@@ -148,7 +150,9 @@ class Engine:
         self._lessons = Lessons(
             model, self.advisor, self.session, self.ledger, self._update, self._refuser, self.device
         )
-        self._metering = Metering(self.device, self.session, self.ledger, self._lessons, profile=self.profile)
+        self._metering = Metering(
+            self.device, self.session, self.ledger, self._lessons, profile=self.profile, compiles=self.compiles
+        )
         self.running = Running(
             self.device,
             self.memory,

@@ -193,6 +193,8 @@ class Lessons:
         if isinstance(step.recorder, StepRecorder):
             step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
+        if on_cpu and not trace.marks:  # nothing could be measured
+            return
         if again and on_cpu and self._update.grows:
             step.measured_peak_bytes = None  # what it has made counts as resident already
             return

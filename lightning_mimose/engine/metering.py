@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,16 +38,24 @@ class Metering:
         ledger: Knows the parameters.
         lessons: Knows how many planned steps were held against their predictions.
         profile: Whether torch's profiler is free to be used.
+        compiles: Tells whether compiled code runs, see `measure.meter.make_meter`.
 
     Attributes:
         planned: Planned steps so far.
     """
 
     def __init__(
-        self, device: torch.device, session: Session, ledger: ResidentLedger, lessons: Lessons, *, profile: bool
+        self,
+        device: torch.device,
+        session: Session,
+        ledger: ResidentLedger,
+        lessons: Lessons,
+        *,
+        profile: bool,
+        compiles: Callable[[], bool],
     ) -> None:
         self._device, self._session, self._ledger, self._lessons = device, session, ledger, lessons
-        self._profile = profile
+        self._profile, self._compiles = profile, compiles
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
         self._due = LEARNING_STEPS
@@ -115,6 +124,7 @@ class Metering:
             known,
             step.gradients,
             profile=profile,
+            compiles=self._compiles,
             gradients_stay=stay,
             renewed=self._ledger.model_tensors,
         )
@@ -210,7 +220,9 @@ class Metering:
             step.recorder = PeakRecorder(self._device, lambda _: began_bytes)
         else:
             step.gradients = GradientLedger(self._ledger.parameters(), follow=False)
-            step.recorder = StepRecorder(self._device, (), step.gradients, profile=self._profile)
+            step.recorder = StepRecorder(
+                self._device, (), step.gradients, profile=self._profile, compiles=self._compiles
+            )
         self._start_recorder(step.recorder)
         if isinstance(step.recorder, StepRecorder):
             # The step's own gradients, which an update that evaluates the loss again (SAM's) may let go of first.

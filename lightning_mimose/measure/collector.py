@@ -42,6 +42,7 @@ class StepRecorder:
         gradient_bytes: Tells the gradients alive now.
         count_flops: Whether to count operations in recomputations.
         profile: Whether torch's profiler is free to be used.
+        compiles: See `meter.make_meter`.
         gradients_stay: See `Curve`.
         renewed: See `Storages`.
 
@@ -58,10 +59,11 @@ class StepRecorder:
         *,
         count_flops: bool = True,
         profile: bool = True,
+        compiles: Callable[[], bool] = bool,
         gradients_stay: bool = False,
         renewed: Tensors | None = None,
     ) -> None:
-        self._curve = Curve(device, gradient_bytes, profile=profile, gradients_stay=gradients_stay)
+        self._curve = Curve(device, gradient_bytes, profile=profile, compiles=compiles, gradients_stay=gradients_stay)
         self._storages = Storages(resident, self._curve.ask, renewed)
         self._calls: list[Call] = []
         self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)

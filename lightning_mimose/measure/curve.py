@@ -35,6 +35,7 @@ class Curve:
         device: Where the step runs. The meter is chosen at `start`, when it is known whether a profiler runs.
         gradient_bytes: Tells the gradients alive now.
         profile: Whether torch's profiler is free to be used.
+        compiles: See `meter.make_meter`.
         gradients_stay: Whether the memory of old gradients stays when they are let go of.
 
     Attributes:
@@ -42,9 +43,16 @@ class Curve:
     """
 
     def __init__(
-        self, device: torch.device, gradient_bytes: GradientBytes, *, profile: bool, gradients_stay: bool = False
+        self,
+        device: torch.device,
+        gradient_bytes: GradientBytes,
+        *,
+        profile: bool,
+        compiles: Callable[[], bool] = bool,
+        gradients_stay: bool = False,
     ) -> None:
-        self._device, self._gradient_bytes, self._profile = device, gradient_bytes, profile
+        self._device, self._gradient_bytes = device, gradient_bytes
+        self._profile, self._compiles = profile, compiles
         self._gradients_stay = gradients_stay
         self._meter: Meter | None = None
         self._marks: list[Mark] = []
@@ -56,7 +64,7 @@ class Curve:
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
-        self._meter = make_meter(self._device, profile=self._profile)
+        self._meter = make_meter(self._device, profile=self._profile, compiles=self._compiles)
         self._thread = threading.get_ident()
         self._meter.start()
         self._open("step", "start")

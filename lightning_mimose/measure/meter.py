@@ -4,12 +4,12 @@ A meter is started, marked at points of interest, and stopped; it returns one `I
 accelerator the allocator's counters are read on the host, so measuring costs no synchronisation. On CPU torch
 has no such counter: the profiler's memory events are exact and cost about a tenth of the step, more where
 kernels have little to do. While a profiler of the user's own is running, which a nested one would silently
-empty, a dispatch mode counts instead.
+empty, a dispatch mode counts instead; nothing does where that would change what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
+from lightning_mimose.measure.meters.blind import BlindMeter
 from lightning_mimose.measure.meters.dispatch import DispatchMeter
 from lightning_mimose.measure.meters.profiler import ProfilerMeter, is_free
 
@@ -63,16 +64,19 @@ class Meter(Protocol):
         """End, and return every interval in order."""
 
 
-def make_meter(device: torch.device, *, profile: bool = True) -> Meter:
+def make_meter(device: torch.device, *, profile: bool = True, compiles: Callable[[], bool] = bool) -> Meter:
     """The best meter for a device at this moment.
 
     Args:
         device: What is measured.
         profile: False where somebody else's profiler may start at any time; torch allows one.
+        compiles: Tells whether compiled code runs, which torch would not run as such under a mode.
     """
     if counters.exist(device):
         return AcceleratorMeter(device)
-    return ProfilerMeter() if profile and is_free() else DispatchMeter()
+    if profile and is_free():
+        return ProfilerMeter()
+    return BlindMeter() if compiles() else DispatchMeter()
 
 
 def has_memory_counters(device: torch.device) -> bool:

@@ -50,7 +50,7 @@ class EvaluationMeter:
             measured = measured or fresh
         if not measured:
             return
-        self._meter = make_meter(engine.device, profile=engine.profile)
+        self._meter = make_meter(engine.device, profile=engine.profile, compiles=engine.compiles)
         self._meter.start()
 
     def end(self) -> None:

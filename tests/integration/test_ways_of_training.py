@@ -650,6 +650,35 @@ def test_a_lightning_module_that_is_one_graph() -> None:
     assert same(*weights)
 
 
+@pytest.mark.slow
+@dynamo
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated")  # inductor's own
+@pytest.mark.filterwarnings("ignore:3 steps in a row could not be measured")
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.conformance(WAYS, "torch.compile of each block, under a profiler", "works")
+def test_compiled_blocks_under_a_profiler() -> None:
+    """Nothing is measured then: a mode, by which memory could be counted, would have torch compile nothing."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.exc import InductorError
+
+    try:
+        torch.compile(torch.sin)(torch.ones(3))
+    except (InductorError, RuntimeError) as error:
+        pytest.skip(f"torch's compiler does not work here: {str(error)[:80]}")
+    weights = []
+    for others in ([], [MimoseCallback("1GB")]):
+        torch._dynamo.reset()
+        counters.clear()
+        pl.seed_everything(0, verbose=False)
+        task = Inductor(TinyText())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            quiet_trainer(*others).fit(task, loader(few()))
+        assert counters["stats"]["unique_graphs"] == 1
+        weights.append(task.state_dict())
+        assert all(record.measured_peak_bytes is None for each in others for record in each.records)
+    assert same(*weights)
+
+
 class CompiledLoss(Task):
     """`torch.compile` of what the training step calls."""
 
