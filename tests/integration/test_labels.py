@@ -64,7 +64,7 @@ def batches(count: int, labelled: Any) -> list[Batch]:
     ]
 
 
-@pytest.mark.conformance("Ways of training", "several tasks by chance, told by a word in the batch", "works")
+@pytest.mark.conformance("How people train", "several tasks by chance, told by a word in the batch", "works")
 @pytest.mark.parametrize("task", [Tasks, Depths])
 def test_tasks_are_learnt_each_by_itself(task: type[Task]) -> None:
     """As soon as one of them has taken other memory, or had other operations, than its size had told."""
