@@ -18,7 +18,6 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
@@ -26,6 +25,7 @@ from lightning_mimose.actions.members import SIMPLE
 from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
 from lightning_mimose.actions.stored import Place, left_in
+from lightning_mimose.actions.structures import Structure, flatten, unflatten
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
 _TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
@@ -157,16 +157,16 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in SIMPLE:
-            return tree_flatten((args, kwargs))
+            return flatten((args, kwargs))
     return leaves, (len(args), tuple(kwargs))
 
 
 def _arguments(leaves: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The reverse of `flattened`."""
-    if isinstance(spec, tuple):
+    if not isinstance(spec, Structure):
         count, names = spec
         return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
     return arguments
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState, put_back
 from lightning_mimose.actions.stored import left_alone
+from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 
 ROWS_MIX = "its results for a part of the batch are not those for the whole batch"
@@ -80,7 +80,7 @@ class Divisible:
         Returns:
             As `known`; None if there is but one row.
         """
-        if _rows(tree_flatten((args, kwargs))[0]) < 2:
+        if _rows(flatten((args, kwargs))[0]) < 2:
             return None
         try:
             found: Seam | str = HOOKS if _hooked(self._state) else self._tried(original, args, kwargs)
@@ -98,7 +98,7 @@ class Divisible:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What tells calls apart: modes, and of the arguments which are tensors with the batch's rows, and values."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         rows = _rows(leaves)
         form = tuple(
             (leaf.dim(), leaf.dim() > 0 and leaf.shape[0] == rows)
@@ -111,7 +111,7 @@ class Divisible:
         return spec, form, tuple([module.training for module in self._state.modules()])
 
     def _tried(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seam | str:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         rows = _rows(leaves)
         cut = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves)
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
@@ -159,11 +159,11 @@ def run_split(
     Raises:
         CannotSplitError: The parts do not fit together after all. Nothing has changed but what a part filled.
     """
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     outs, shape = [], None
     for part in _parts(leaves, seam.cut, -(-_rows(leaves) // chunks)):
-        part_args, part_kwargs = tree_unflatten(part, spec)
-        found, found_shape = tree_flatten(recompute(original, part_args, part_kwargs, state))
+        part_args, part_kwargs = unflatten(part, spec)
+        found, found_shape = flatten(recompute(original, part_args, part_kwargs, state))
         _refuse_filled(part, spec, part_args, part_kwargs)
         if len(found) != len(seam.joined) or (shape is not None and found_shape != shape):
             raise CannotSplitError(ROWS_MIX)
@@ -174,7 +174,7 @@ def run_split(
         raise CannotSplitError("the shape of its results depends on what is in the batch")
     whole = [torch.cat(column) if is_joined else column[0] for column, is_joined in columns]
     assert shape is not None
-    return tree_unflatten(whole, shape)
+    return unflatten(whole, shape)
 
 
 def _rows(leaves: Sequence[Any]) -> int:
@@ -194,15 +194,15 @@ def _parts(leaves: Sequence[Any], cut: Sequence[bool], rows: int) -> list[list[A
 
 
 def _run(original: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> list[Any]:
-    args, kwargs = tree_unflatten(list(leaves), spec)
-    out = tree_flatten(original(*args, **kwargs))[0]
+    args, kwargs = unflatten(list(leaves), spec)
+    out = flatten(original(*args, **kwargs))[0]
     _refuse_filled(leaves, spec, args, kwargs)
     return out
 
 
 def _refuse_filled(leaves: Sequence[Any], spec: Any, args: Any, kwargs: Any) -> None:
     """What a part puts into a list that it is given would be lost: it was given one of its own."""
-    after, spec_after = tree_flatten((args, kwargs))
+    after, spec_after = flatten((args, kwargs))
     if spec_after != spec or any(one is not other for one, other in zip(leaves, after, strict=True)):
         raise CannotSplitError(FILLS)
 

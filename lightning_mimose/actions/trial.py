@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.actions.stored import left_alone
+from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.parts import plain_parts, storages_in
@@ -220,12 +220,12 @@ class Candidate:
 
     def _run(self, trial: Trial, watch: bool, fill: bool, lean: LeanSaves | None) -> None:
         state, modules = self.state, self.state.modules()
-        leaves, spec = tree_flatten((self.args, self.kwargs))
+        leaves, spec = flatten((self.args, self.kwargs))
         own = [p for module in modules for p in module._parameters.values()]
         devices = sorted({t.device.index for t in [*leaves, *own] if isinstance(t, torch.Tensor) and t.is_cuda})
         copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         versions = [leaf._version for leaf in copies if _is_plain(leaf)]
-        args, kwargs = tree_unflatten(copies, spec)
+        args, kwargs = unflatten(copies, spec)
         everything = not state.known()  # then all there is gets copied, and what is there besides afterwards is new
         before = state.before_forward()
         done = False

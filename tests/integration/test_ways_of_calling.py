@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,6 +126,49 @@ class Routed(nn.Module):
         return x + out.view_as(x)
 
 
+@dataclass
+class Stream:
+    """What blocks hand on: of two streams, and of what they have seen."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    seen: list[float]
+
+
+class Handing(Block):
+    """Makes another object, or writes into the one that it is given."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, state: Stream) -> Stream:  # type: ignore[override]
+        """Each stream is changed by the other."""
+        left = super().forward(state.left + state.right.tanh())
+        right = state.right + left.sigmoid()
+        state.seen.append(float(left.detach().mean()))
+        if not self.writes:
+            return Stream(left, right, state.seen)
+        state.left, state.right = left, right
+        return state
+
+
+class Handed(nn.Module):
+    """A chain of them."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Handing(writes=writes) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All that is left in the end."""
+        state = Stream(x, x.cos(), [])
+        for block in self.blocks:
+            state = block(state)
+        assert len(state.seen) == len(self.blocks)
+        return state.left * state.right + sum(state.seen)
+
+
 class Observing(nn.Module):
     """Gives its buffer another shape in its first forward, as observers of quantisation do."""
 
@@ -206,6 +251,21 @@ def test_what_kernels_leave_unwritten_and_forwards_resize(make: Callable[[], nn.
     found, _, _, mimose = trained(make, square, 0.9, actions=["recompute"])
     assert all(map(torch.equal, plain, found))
     assert mimose.records[0].recomputed_units == 4
+
+
+@pytest.mark.conformance("How people train", "blocks that hand each other dataclasses", "works")
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("actions", [["recompute"], None])
+def test_blocks_that_hand_each_other_objects(writes: bool, actions: list[str] | None) -> None:
+    """A recomputation gets another one, with what the first one held then."""
+    plain, *_ = trained(partial(Handed, writes=writes), square, None)
+    found, peaks, _, mimose = trained(partial(Handed, writes=writes), square, 0.55, actions=actions)
+    assert all(map(torch.equal, plain, found))
+    planned = [(peak, r) for peak, r in zip(peaks, mimose.records, strict=True) if not r.sheltered]
+    assert len(planned) > 10
+    assert any(record.recomputed_units or record.lean_units for _, record in planned)
+    for peak, record in planned:
+        assert peak == pytest.approx(record.predicted_peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("calls", [twice, crops])
