@@ -18,6 +18,8 @@ WORTH_SHARE = 0.02
 """Advice that would lower the peak by less than this share of it is not given."""
 FRAGMENTED_SHARE = 0.03
 """Share of the budget that the allocator may hold for nobody without advice."""
+SCATTERED_SHARE = 0.5
+"""Share of the planned steps that may miss their predictions before that is worth mentioning."""
 _WITHOUT_SOFTMAX, _WITH_SOFTMAX = "lean+masks", "lean+attention"
 
 
@@ -70,23 +72,46 @@ def allocator_hint(fragmentation_bytes: int, budget_bytes: int) -> str | None:
     )
 
 
-def size_hint(steps: int, varying: Sequence[str]) -> str | None:
-    """What to do about sizes in so many dimensions that they are hardly ever known.
+def size_hint(steps: int, varying: Sequence[str]) -> str:
+    """What to do about steps that are hardly ever known, for sizes have many dimensions or tell too little.
 
     Args:
         steps: How many sheltered ones were measured.
         varying: The dimensions that vary.
 
     Returns:
-        Advice; None where they are two at most: more sizes will do.
+        Advice.
     """
     if len(varying) <= 2:
-        return None
+        return (
+            f"{steps} steps and more ran sheltered, for batches of one size take other memory each time: chance decides, "
+            "or something that no shape in the batch tells. If it can be told from the batch, name it: "
+            "size_fn=lambda batch: {'longest': ..., 'real': ...}."
+        )
     named = ", ".join(varying[:4]) + (", ..." if len(varying) > 4 else "")
     return (
         f"{steps} steps and more ran sheltered, for batches vary in {len(varying)} dimensions ({named}), and memory is "
         "hardly ever known for all of them together. If few numbers decide (the longest, the largest, the total), name "
         "those: size_fn=lambda batch: {'longest': ...}."
+    )
+
+
+def scatter_hint(missed: int, of: int) -> str | None:
+    """What to do about steps that take other memory than batches of their sizes have taken.
+
+    Args:
+        missed: How many planned steps of late missed their predictions by more than 1 %.
+        of: How many of late were measured.
+
+    Returns:
+        Advice; None where they are few.
+    """
+    if missed < SCATTERED_SHARE * of:
+        return None
+    return (
+        f"{missed} of the last {of} planned steps that were measured took more than 1 % more or less than predicted: "
+        "something decides that no shape in the batch tells (how many tokens are real, how wide the widest graph is). "
+        "Plans keep room for it, and need not where it is named: size_fn=lambda batch: {'longest': ..., 'real': ...}."
     )
 
 

@@ -16,6 +16,7 @@ from lightning_mimose.advise.hints import allocator_hint, attention_hint, size_h
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
+from lightning_mimose.engine.unlike import Unlike
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.laps import Laps
 from lightning_mimose.measure.observe import observe
@@ -35,8 +36,6 @@ TIMED_STEPS = 20
 VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can; and
 twice as many before those in more than a few are, which plans may be made for unless a maximum of them decides."""
-UNLIKE_SHARE = 0.02
-"""How far a step is from its prediction where it may be of another sort than the steps it was predicted from."""
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
@@ -75,7 +74,8 @@ class Lessons:
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
         self._resting = Resting()
-        self.renews = self.renews_all = False
+        self.renews = False
+        self.unlike = Unlike(advisor)
 
     @property
     def verified(self) -> int:
@@ -100,17 +100,7 @@ class Lessons:
             self._advisor.announce(
                 "mimose: forwards had different operations, so what was learnt of steps is learnt anew"
             )
-        self._tell_apart(self._advisor.tracker.labels.ran(step.size, step.size.layout, count))
-
-    def _tell_apart(self, label: str | None) -> None:
-        """Learn steps anew, each for itself that has another value at a place in its batch, if there is one."""
-        if label is not None:
-            self._advisor.tracker.labels.tell(label)
-            self.renews = self.renews_all = True
-            self._advisor.announce(
-                f"mimose: steps differ by {label!r} of the batch, which is no tensor: what was learnt of them is "
-                "learnt anew, for each value by itself"
-            )
+        self.unlike.ran(step.size, count)
 
     def begin_lap(self, *, anyway: bool) -> Any:
         """The point of the device's time at which a step begins; None where it is not timed.
@@ -287,8 +277,7 @@ class Lessons:
             reached = max(peak, step.resident.update_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
-                if abs(reached - predicted) > UNLIKE_SHARE * predicted + advisor.scratch_bytes:
-                    self._tell_apart(advisor.tracker.labels.suspect())
+                self.unlike.compare(predicted, reached)
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             advisor.estimator.bounds.refute()
         elif plan is not None and predicted is None and budget < peak:
@@ -362,7 +351,7 @@ class Lessons:
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
                 self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
-                if self._learnt == SHELTERED_STEPS and "size" in self._advisor.hints:
+                if self._learnt == SHELTERED_STEPS:
                     warnings.warn(self._advisor.hints["size"], stacklevel=5)
         elif went_back and not self._unreached:
             self._unreached = True

@@ -206,13 +206,13 @@ class Running:
         if armed:  # else no unit can have been tried
             self._trials.disarm()
         if session.surprised:
-            session.surprised = self._lessons.renews = self._lessons.renews_all = False
+            session.surprised = self._lessons.renews = self._lessons.unlike.renews = False
             self._advisor.different = dict(session.different)
             self._advisor.spoiled = frozenset(session.spoiled)
             self._advisor.forget()
-        elif self._lessons.renews:  # not in mid-step: what its plan was made by is to judge it
-            self._advisor.forget(everywhere=self._lessons.renews_all)
-            self._lessons.renews = self._lessons.renews_all = False
+        elif self._lessons.renews or self._lessons.unlike.renews:  # not in mid-step: its plan's grounds are to judge it
+            self._advisor.forget(everywhere=self._lessons.unlike.renews)
+            self._lessons.renews = self._lessons.unlike.renews = False
 
     def again(self, *, leaner: bool, why: str, allocator_failed: bool = False) -> bool:
         """Make the step that failed ready to run again.

@@ -82,6 +82,52 @@ def test_tasks_are_learnt_each_by_itself(task: type[Task]) -> None:
         assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
 
 
+class Waves(nn.Module):
+    """A block that does more to the tokens that are real, which no shape tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, real: int) -> torch.Tensor:
+        """Adds to its input."""
+        waves = self.up(x)[:, :real]
+        for _ in range(8):
+            waves = torch.sin(waves)
+        return x + nn.functional.pad(self.down(waves), (0, 0, 0, x.shape[1] - real))
+
+
+class Real(Task):
+    """Has such blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model.layers = nn.ModuleList(Waves() for _ in range(4))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        hidden = self.model.embed(batch["input_ids"])
+        for layer in self.model.layers:
+            hidden = layer(hidden, int(batch["real"].sum()))
+        return nn.functional.cross_entropy(self.model.head(hidden.mean(1)), batch["labels"])
+
+
+def test_what_no_shape_tells_is_told_of() -> None:
+    """Once, and in the report, with what to do; who has done that hears nothing."""
+    chance, data = random.Random(1), []
+    for number in range(56):
+        length = chance.randrange(40, 100, 4)
+        real = torch.arange(length) < chance.randint(int(0.85 * length), length)
+        data.append({**text_batch(4, length, number), "real": real.long()})
+    budget, hints = run(task=Real, data=data).budget(0.8), []
+    for size_fn in (None, lambda batch: {"all": len(batch["real"]), "real": int(batch["real"].sum())}):
+        callback = mimose(budget, size_fn=size_fn)
+        run(callback, task=Real, data=data)
+        hints.append([hint for hint in callback.report().hints if "size_fn=" in hint])
+    assert len(hints[0]) == 1
+    assert hints[1] == []
+
+
 def test_words_that_tell_nothing_cost_nothing() -> None:
     """Steps are learnt as if they were not there."""
     data = batches(30, lambda number, name: {"language": name, "name": f"sample {number}", "number": number})

@@ -1,0 +1,71 @@
+"""Steps that are unlike others of their size: told apart by what else is in the batch, or told to the user."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.hints import scatter_hint
+from lightning_mimose.sizes import BatchSize
+
+UNLIKE_SHARE = 0.02
+"""How far a step is from its prediction where it may be of another sort than the steps it was predicted from."""
+MISSED_SHARE = 0.01
+"""How far it is from that to have missed it."""
+FEWEST_STEPS, MOST_STEPS = 5, 10
+"""Planned and measured ones that are looked back at."""
+
+
+class Unlike:
+    """Follows what of steps does not follow from their sizes.
+
+    Args:
+        advisor: Who learns.
+
+    Attributes:
+        renews: Whether all is to be learnt anew when the running step is over.
+    """
+
+    def __init__(self, advisor: Advisor) -> None:
+        self._advisor = advisor
+        self._missed: deque[bool] = deque(maxlen=MOST_STEPS)
+        self._told = False
+        self.renews = False
+
+    def ran(self, size: BatchSize, count: int) -> None:
+        """A forward is over.
+
+        Args:
+            size: The batch's size.
+            count: How many operations with gradients it had.
+        """
+        self._tell_apart(self._advisor.tracker.labels.ran(size, size.layout, count))
+
+    def compare(self, predicted_bytes: int, reached_bytes: int) -> None:
+        """Hold what a planned step has reached against what was predicted."""
+        missed_bytes = abs(reached_bytes - predicted_bytes) - self._advisor.scratch_bytes
+        if missed_bytes > UNLIKE_SHARE * predicted_bytes:
+            self._tell_apart(self._advisor.tracker.labels.suspect())
+        self._missed.append(missed_bytes > MISSED_SHARE * predicted_bytes)
+        if len(self._missed) >= FEWEST_STEPS:
+            self._advise(scatter_hint(sum(self._missed), len(self._missed)))
+
+    def _tell_apart(self, label: str | None) -> None:
+        if label is None:
+            return
+        self._advisor.tracker.labels.tell(label)
+        self._missed.clear()
+        self.renews = True
+        self._advisor.announce(
+            f"mimose: steps differ by {label!r} of the batch, which is no tensor: what was learnt of them is learnt "
+            "anew, for each value by itself"
+        )
+
+    def _advise(self, text: str | None) -> None:
+        self._advisor.hints.pop("scatter", None)
+        if text is None:
+            return
+        self._advisor.hints["scatter"] = text
+        if not self._told:
+            self._told = True
+            self._advisor.announce(f"mimose: {text}")
