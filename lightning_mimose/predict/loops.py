@@ -2,15 +2,15 @@
 
 A model that leaves out calls at random (LayerDrop, over one layer that is called several times) has as many shapes as
 one that calls blocks more often for longer texts. Of those the longest is learnt; folded they would be one whose sizes
-say nothing. So loops are folded once enough sizes have shown numbers of calls that rise with one of their dimensions,
-and for as long as none contradicts.
+say nothing. So loops are folded once enough sizes have shown numbers of calls that rise with one of their dimensions
+(with two of them in loops inside of loops), and for as long as none contradicts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Collection, Mapping
+from itertools import combinations, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -81,7 +81,9 @@ class _Kind:
         numbers = self.numbers
         if len(numbers) < 2 or max(count for each in numbers for _, count in each) < FEWEST_ROUNDS:
             return False
-        return self.again >= FEWEST_SIZES or (len(self.calls) >= FEWEST_SIZES and len(numbers) >= FEWEST_NUMBERS)
+        # Of two sizes in two dimensions often neither is the larger one, which says nothing.
+        fewest = FEWEST_SIZES if rise_with_size(self.calls, 1) else 2 * FEWEST_SIZES
+        return self.again >= FEWEST_SIZES or (len(self.calls) >= fewest and len(numbers) >= FEWEST_NUMBERS)
 
 
 class Loops:
@@ -131,11 +133,12 @@ class Loops:
         return (structure if found is None else found.structure).path
 
 
-def rise_with_size(calls: Mapping[Key, Calls]) -> bool:
-    """Whether it follows from one dimension how often each unit is called, and rises with it.
+def rise_with_size(calls: Mapping[Key, Calls], most_dims: int = 2) -> bool:
+    """Whether it follows from one dimension or two how often each unit is called, and rises with them.
 
     Args:
         calls: Size -> how often units are called.
+        most_dims: From how many it may follow: of units in a loop inside another loop it does from two.
 
     Example:
         >>> rise_with_size({(("ids:1", 32),): {"a": 1}, (("ids:1", 60),): {"a": 2}, (("ids:1", 64),): {"a": 2}})
@@ -143,14 +146,12 @@ def rise_with_size(calls: Mapping[Key, Calls]) -> bool:
         >>> rise_with_size({(("ids:1", 32),): {"a": 3}, (("ids:1", 60),): {"a": 2}})
         False
     """
-    dims = range(len(next(iter(calls))))
+    sizes = np.array([[value for _, value in key] for key in calls]).reshape(len(calls), -1)
+    dims = [list(each) for n in range(1, most_dims + 1) for each in combinations(range(sizes.shape[1]), n)]
+    below = [(sizes[:, None, each] <= sizes[None, :, each]).all(axis=2) for each in dims]
     units = {unit for each in calls.values() for unit in each}
-    return all(any(_rises((key[dim][1], each.get(u, 0)) for key, each in calls.items()) for dim in dims) for u in units)
-
-
-def _rises(pairs: Iterable[tuple[int, int]]) -> bool:
-    ordered = sorted(set(pairs))
-    return all(value < larger and count <= more for (value, count), (larger, more) in pairwise(ordered))
+    counts = (np.array([each.get(unit, 0) for each in calls.values()]) for unit in units)
+    return all(any(not (each & (count[:, None] > count)).any() for each in below) for count in counts)
 
 
 def paths_at(key: Key, seen: Mapping[Path, Collection[Key]]) -> set[Path]:
