@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import combinations, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +122,25 @@ class Loops:
             return list(kind.steps.values())
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is known, as plain data, but for the steps themselves."""
+        return {
+            "folds": [list(names) for names in self.folds],
+            "refuted": [list(names) for names in self._refuted],
+            "calls": [_numbered(kind, names) for names, kind in self._kinds.items() if len(kind.numbers) > 1],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another one knew."""
+        self.folds |= {tuple(names) for names in state.get("folds", ())}
+        self._refuted |= {tuple(names) for names in state.get("refuted", ())}
+        for each in state.get("calls", ()):
+            names = tuple(each["names"])
+            kind = self._kinds.setdefault(names, _Kind())
+            kind.again = int(each["again"])
+            for values, number in each["sizes"]:
+                kind.calls[tuple(zip(names, map(int, values), strict=True))] = Counter(each["numbers"][number])
+
     def folded(self, step: Step) -> Step:
         """What a step counts as."""
         found = fold(step.structure, step.values) if names_of(step.key) in self.folds else None
@@ -131,6 +150,18 @@ class Loops:
         """The path that a step counts as of which nothing is known but its shape."""
         found = fold(structure, np.zeros(structure.columns)) if names in self.folds else None
         return (structure if found is None else found.structure).path
+
+
+def _numbered(kind: _Kind, names: Names) -> dict[str, Any]:
+    """How often units were called in steps of one kind, as plain data: most sizes have numbers in common."""
+    numbers = list(kind.numbers)
+    index = {each: i for i, each in enumerate(numbers)}
+    return {
+        "names": list(names),
+        "again": kind.again,
+        "numbers": [dict(each) for each in numbers],
+        "sizes": [[[value for _, value in key], index[frozenset(each.items())]] for key, each in kind.calls.items()],
+    }
 
 
 def rise_with_size(calls: Mapping[Key, Calls], most_dims: int = 2) -> bool:

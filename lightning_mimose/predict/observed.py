@@ -42,7 +42,6 @@ class Observed:
 
     Attributes:
         sizes: Shape of a step -> the sizes that were measured of it -> their columns, the newest last.
-        varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
         loops: Whether how often units are called goes by the size.
@@ -53,7 +52,6 @@ class Observed:
 
     def __init__(self) -> None:
         self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
-        self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
         self.loops = Loops()
         self.bare: Key | None = None
@@ -69,6 +67,11 @@ class Observed:
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
         return sum(len(sizes) for sizes in self.sizes.values())
+
+    @property
+    def varies(self) -> bool:
+        """Whether steps were seen on several paths that no size tells (layers dropped at random, tasks in turns)."""
+        return bool(self.habits.varying)
 
     def add(self, key: Key, structure: Structure, values: NDArray[np.float64], resident_bytes: int) -> bool:
         """Remember one measured step.
@@ -102,6 +105,7 @@ class Observed:
         self._latest.pop(names, None)
         self._handing, self._shorter = None, 0
         self.waits.left[names] = 0
+        self.habits.forget(names)
 
     def _add(self, step: Step, resident_bytes: int) -> bool:
         """Remember one measured step that counts as what it is; see `add`."""
@@ -120,7 +124,8 @@ class Observed:
         # What goes by the size is not left out by chance.
         by_size = names in self.loops.folds
         is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
-        self.varies |= bool(alike) and not is_known
+        if alike and not is_known and not by_size:
+            self.habits.varying.add(names)
         if is_known or is_part:
             self.waits.known(names)
         else:
@@ -254,8 +259,8 @@ class Observed:
         """What was learnt, as plain data."""
         number = {structure.path: i for i, structure in enumerate(self.sizes)}
         return {
-            "varies": self.varies,
-            "folds": [list(kind) for kind in self.loops.folds],
+            "varying": [list(kind) for kind in self.habits.varying],
+            **self.loops.state_dict(),
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
@@ -274,8 +279,7 @@ class Observed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another one remembered."""
-        self.varies = bool(state.get("varies", False))
-        self.loops.folds |= {tuple(kind) for kind in state.get("folds", ())}
+        self.loops.load_state_dict({**state, "calls": ()})
         paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
@@ -283,10 +287,10 @@ class Observed:
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
                 step = Step(key, structure, np.array(values, dtype=np.float64))
-                if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
-                    self._add(step, 0)
-                else:
-                    self.add(*step, 0)
+                # What is folded already does not tell how many calls it had.
+                _ = self._add(step, 0) if names_of(key) in self.loops.folds else self.add(*step, 0)
+        self.loops.load_state_dict(state)  # how often units were called in sizes that are not known any more, too
+        self.habits.varying |= {tuple(kind) for kind in state.get("varying", ())}
         bare = state.get("bare")
         self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)
         for kind, left in state["waits"]:

@@ -114,6 +114,8 @@ class Habits:
     def __init__(self) -> None:
         self.steps: dict[Key, tuple[Path, int]] = {}
         """Size -> the path that it took of late, and how often."""
+        self.varying: set[tuple[str, ...]] = set()
+        """Kinds of batches of which steps were seen on several paths that no size tells."""
 
     def add(self, key: Key, path: Path) -> None:
         """A measured step of some size took a path."""
@@ -121,6 +123,11 @@ class Habits:
         if len(self.steps) >= KNOWN_HABITS:
             del self.steps[next(iter(self.steps))]
         self.steps[key] = path, steps + 1 if path == before else 1
+
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Forget all sizes with these dimensions."""
+        self.varying.discard(names)
+        self.steps = {key: each for key, each in self.steps.items() if names_of(key) != names}
 
     def of(self, key: Key) -> Path | None:
         """The path that steps of this size take, if enough have."""

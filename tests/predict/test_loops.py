@@ -132,6 +132,27 @@ def test_a_size_that_contradicts_ends_it() -> None:
     assert [*estimator.observed.sizes] == [step(Chunked, 12)[0]]
 
 
+def test_what_was_on_several_paths_before_it_was_folded_varies_no_more() -> None:
+    """What is predicted too high is put right only where a step can have but one path."""
+    seen = (5, 9, 3, 7, 4)
+    estimator = learn(Estimator(), (*seen, *seen[-1:] * 7))
+    assert all(structure.looped for structure in estimator.observed.sizes)
+    assert not estimator.observed.varies
+    assert not estimator.has_habit(size(4))
+    learn(estimator, (2, 1, 6))
+    assert not estimator.observed.varies
+
+
+def test_what_was_refuted_is_so_after_a_checkpoint() -> None:
+    """And what could refute it is known: how often units were called in every size."""
+    learnt = learn(Estimator(), (5, 9, 3, 7, 4, 8, 10))
+    refuted = restored(learn(restored(learnt), ()))
+    refuted.add(size(6), *step(Chunked, 12))
+    for estimator in (refuted, restored(refuted)):
+        learn(estimator, (3, 4, 5, 7, 8, 9, 10))
+        assert not any(structure.looped for structure in estimator.observed.sizes)
+
+
 def test_a_number_that_is_always_the_same_is_not_folded() -> None:
     """A layer that is called as often as there are layers in others (ALBERT): nothing is gained."""
     estimator = Estimator()
