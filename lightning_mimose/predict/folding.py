@@ -91,8 +91,9 @@ class _Fold:
         )
         """The calls of first rounds, of last ones but one (which those of the rounds in between are like), of last."""
         self._loops = [loop for loop in loops for _ in loop.rounds[0]]
+        self._passes = [loop.passes(k) for loop in loops for k in range(len(loop.rounds[0]))]
         self._all_of = [[i[k] for i in loop.rounds[1:-2]] for loop in loops for k in range(len(loop.rounds[0]))]
-        """Of every member of the rounds: its loop, and the calls of which one is left."""
+        """Of every member of the rounds: its loop, see `Loop.passes`, and the calls of which one is left."""
         self._middle = {i: member for member, all_of in enumerate(self._all_of) for i in all_of}
         left = [i for i in range(len(calls)) if i not in self._middle]
         self._index = {i: new for new, i in enumerate(left)}
@@ -124,6 +125,7 @@ class _Fold:
         labels = {
             f"{mark} {call.key}": f"{mark} {names[i]}" for i, call in enumerate(structure.calls) for mark in MARKS
         }
+        labels |= {f"{call.key} dropped step": f"{names[i]} dropped step" for i, call in enumerate(structure.calls)}
         positions = tuple(
             replace(
                 position,
@@ -161,7 +163,11 @@ class _Fold:
             if i not in names:
                 names[i] = _key(call.unit, "beside", beside[call.unit]) if call.unit in looped else call.key
                 beside[call.unit] += i not in self._middle
-        return names
+        return names | {i: self._between_key(member) for i, member in self._middle.items()}
+
+    def _between_key(self, member: int) -> str:
+        units = [self._structure.calls[i].unit for i in self._like]
+        return _key(units[member], ROUNDS[1], units[:member].count(units[member]))
 
     def _column(self, old: int) -> int:
         """The index of a column that is left."""
@@ -189,23 +195,26 @@ class _Fold:
         calls, clock = self._structure.calls, self._clock
         like, first = calls[self._like[member]], calls[self._first[member]]
         all_of = [calls[i] for i in self._all_of[member]]
-        ranks = Counter(calls[i].unit for i in self._like[:member])
         found: dict[str, Any] = {
             name: NEVER if getattr(like, name) == NEVER else clock.between(self._place(member, getattr(like, name)))
             for name in MOMENTS
         }
         found |= {name: self._sum([getattr(call, name) for call in all_of]) for name in SUMMED}
+        kept = [call.kept_until for call in all_of]
+        if self._passes[member]:  # one after another is gone, so that only the last one is there later
+            found["saved"], kept = self._copy(all_of[-1].saved), kept[-1:]
         found |= {name: -1 if getattr(like, name) < 0 else self._copy(getattr(like, name)) for name in STATED}
         held = found["backward_time"] if like.held_until >= 0 else -1
         return replace(
             like,
-            key=_key(like.unit, ROUNDS[1], ranks[like.unit]),
+            key=self._between_key(member),
             **found,
             working=self._new(0.0),  # it never runs again at a moment that is left
             before_backward=self._copy(first.before_backward),
             lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
             count=self._new(sum(1.0 if call.count < 0 else float(self._old[call.count]) for call in all_of)),
             lent_until=max((clock.of(call.lent_until) for call in all_of), default=0),
+            kept_until=clock.of(min(kept, default=0)),
             held_until=max((held, *(clock.of(call.held_until) for call in all_of))),
         )
 

@@ -150,9 +150,25 @@ class Loop:
         else:
             return None
         loop = cls(structure, rounds, between)
-        if loop.are_between(marks[~mine]).any() or any(calls[i].kept_until for members in rounds for i in members):
-            return None
-        return loop
+        return None if loop.are_between(marks[~mine]).any() or not loop.lets_go() else loop
+
+    def lets_go(self) -> bool:
+        """Whether what calls without a backward save is gone before the last rounds, or only when all are over.
+
+        That of the round before these may stay until its results are replaced by theirs.
+        """
+        for member in range(len(self.rounds[0])):
+            kept = [self.structure.calls[members[member]].kept_until for members in self.rounds]
+            early = len(kept) > FEWEST_ROUNDS and max(kept[:-3]) <= self.between[0][1]
+            if self.passes(member) and not early:
+                return False
+        return True
+
+    def passes(self, member: int) -> bool:
+        """Whether what some call of the rounds saves is gone without a backward before all of them are over."""
+        calls = self.structure.calls
+        kept = [calls[members[member]].kept_until for members in self.rounds]
+        return any(kept) and min(kept) <= max(marks_of(calls, self.rounds[-1]))
 
     def are_between(self, times: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether what takes place at some times does so in a round in between."""

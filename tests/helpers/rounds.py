@@ -82,6 +82,37 @@ class Chunked(nn.Module):
         return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
 
 
+class Truncated(Chunked):
+    """The same with a memory of the chunks before, of which only the last two have a backward."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chunks, means = input_ids.split(CHUNK, 1), []
+        memory = torch.zeros(())
+        for number, chunk in enumerate(chunks):
+            hidden = self.text.embed(chunk) + memory
+            for layer in self.text.layers:
+                hidden = layer(hidden)
+            memory = hidden.mean(1, keepdim=True)
+            if number < len(chunks) - 2:
+                memory = memory.detach()
+            else:
+                means.append(hidden.mean(1))
+        return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
+
+
+class Alternating(Truncated):
+    """The same where other ones have none: of every second chunk the result is dropped."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        means = []
+        for number, chunk in enumerate(input_ids.split(CHUNK, 1)):
+            hidden = self.text.embed(chunk)
+            for layer in self.text.layers:
+                hidden = layer(hidden)
+            means.append((hidden.detach() if number % 2 else hidden).mean(1))
+        return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
+
+
 class _Remembering(nn.Module):
     """Reads a chunk, and writes into a memory; weights are given by a bias that all calls share."""
 
@@ -194,6 +225,7 @@ class Around(Nested):
 
 
 NESTED = (Nested, Around)
+DROPPING = (Truncated, Alternating)
 MODELS = (Writing, Within, Chunked, Remembering)
 
 

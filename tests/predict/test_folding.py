@@ -26,7 +26,18 @@ from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import ancestors
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
-from tests.helpers.rounds import MODELS, NESTED, Chunked, Nested, Writing, document_of, loss_of, text_of
+from tests.helpers.rounds import (
+    DROPPING,
+    MODELS,
+    NESTED,
+    Chunked,
+    Nested,
+    Truncated,
+    Writing,
+    document_of,
+    loss_of,
+    text_of,
+)
 
 
 @cache
@@ -133,6 +144,42 @@ def test_loops_inside_of_loops_have_the_same_peak_under_any_plan(
     plan = any_plan(whole, seed)
     assert short.peak_bytes(plan) == pytest.approx(whole.peak_bytes(plan), rel=TOLERANCE)
     assert short.added_seconds(plan) == pytest.approx(whole.added_seconds(plan), rel=1e-3)
+
+
+@pytest.mark.parametrize("model", DROPPING)
+def test_rounds_without_a_backward_are_one_shape(model: type[nn.Module]) -> None:
+    """From four on; what they save is gone in the next one, so that it is never there of all of them."""
+    found = [folded(model, rounds) for rounds in (8, 10, 12, 16)]
+    assert len({each.structure for each in found}) == 1
+    saved = [each.values[[call.saved for call in each.structure.calls if call.kept_until]] for each in found]
+    assert len(saved[0]) > 0
+    assert all(np.array_equal(each, saved[0]) for each in saved)
+    assert fold(*step(model, 4)) is None
+
+
+@settings(deadline=None, max_examples=40)
+@given(model=st.sampled_from(DROPPING), rounds=st.sampled_from([8, 10, 12]), seed=st.integers(0, 1 << 20))
+def test_rounds_without_a_backward_have_the_same_peak_under_any_plan(
+    model: type[nn.Module], rounds: int, seed: int
+) -> None:
+    """And take as long."""
+    whole, found = timeline(*step(model, rounds)), timeline(*folded(model, rounds))
+    assert found.option_index.keys() == whole.option_index.keys()
+    plan = any_plan(whole, seed)
+    assert found.peak_bytes(plan) == whole.peak_bytes(plan)
+    assert found.added_seconds(plan) == pytest.approx(whole.added_seconds(plan), rel=1e-3)
+
+
+def test_results_that_are_dropped_one_by_one_later_are_not_folded() -> None:
+    """Of what they save another part is there in every round."""
+    structure, values = step(Truncated, 8)
+    dropped = [i for i, call in enumerate(structure.calls) if call.kept_until and call.unit.endswith("0")]
+    assert len(dropped) == 6
+    calls = list(structure.calls)
+    for i, later in zip(dropped, dropped[2:], strict=False):
+        calls[i] = replace(calls[i], kept_until=calls[later].kept_until)
+    assert fold(structure, values) is not None
+    assert fold(replace(structure, calls=tuple(calls)), values) is None
 
 
 def test_rounds_around_loops_of_different_lengths_are_alike() -> None:
