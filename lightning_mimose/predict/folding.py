@@ -10,7 +10,6 @@ once: then the rounds around them are alike, of however many calls each was.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.columns import Columns, Keys
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape
@@ -26,8 +26,6 @@ from lightning_mimose.predict.structure import Structure
 
 MOST_DEPTHS = 8
 """Times that loops are folded in a step: all that are in no other one, with rounds of one length; then the next."""
-ROUNDS = ("first", "between", "last but one", "last")
-"""Names of what is left of a loop."""
 MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
 MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
@@ -73,7 +71,7 @@ def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
     return None
 
 
-class _Fold:
+class _Fold(Columns):
     """Folds loops of which none is inside another one.
 
     Args:
@@ -82,9 +80,8 @@ class _Fold:
     """
 
     def __init__(self, loops: Sequence[Loop], values: NDArray[np.float64]) -> None:
-        self._structure, self._old = loops[0].structure, values
-        self._values: list[float] = []
-        self._columns: dict[int, int] = {}
+        super().__init__(values)
+        self._structure = loops[0].structure
         calls = self._structure.calls
         self._first, self._like, self._last = (
             [i for loop in loops for i in loop.rounds[number]] for number in (0, -2, -1)
@@ -95,6 +92,7 @@ class _Fold:
         self._all_of = [[i[k] for i in loop.rounds[1:-2]] for loop in loops for k in range(len(loop.rounds[0]))]
         """Of every member of the rounds: its loop, see `Loop.passes`, and the calls of which one is left."""
         self._middle = {i: member for member, all_of in enumerate(self._all_of) for i in all_of}
+        self._keys = Keys(calls, (self._first, self._like, self._last), self._middle)
         left = [i for i in range(len(calls)) if i not in self._middle]
         self._index = {i: new for new, i in enumerate(left)}
         """Call -> its index, or that of the one which stands for it."""
@@ -119,7 +117,7 @@ class _Fold:
 
     def result(self) -> Folded:
         """The step with this loop folded."""
-        structure, names = self._structure, self._names()
+        structure, names = self._structure, self._keys.of_calls()
         calls = [self._kept(call, names[i]) for i, call in enumerate(structure.calls) if i not in self._middle]
         calls += [self._between(member) for member in range(len(self._like))]
         labels = {
@@ -148,43 +146,6 @@ class _Fold:
         )
         return Folded(replace(found, columns=len(self._values)), np.array(self._values))
 
-    def _names(self) -> dict[int, str]:
-        """Call -> its key: in a step of more rounds the last one's is the same."""
-        calls, names, looped = self._structure.calls, dict[int, str](), set[str]()
-        for name, members in zip(ROUNDS, (self._first, (), self._like, self._last), strict=True):
-            ranks = Counter[str]()
-            for i in members:
-                unit = calls[i].unit
-                names[i] = _key(unit, name, ranks[unit])
-                ranks[unit] += 1
-                looped.add(unit)
-        beside = Counter[str]()
-        for i, call in enumerate(calls):
-            if i not in names:
-                names[i] = _key(call.unit, "beside", beside[call.unit]) if call.unit in looped else call.key
-                beside[call.unit] += i not in self._middle
-        return names | {i: self._between_key(member) for i, member in self._middle.items()}
-
-    def _between_key(self, member: int) -> str:
-        units = [self._structure.calls[i].unit for i in self._like]
-        return _key(units[member], ROUNDS[1], units[:member].count(units[member]))
-
-    def _column(self, old: int) -> int:
-        """The index of a column that is left."""
-        if old < 0:
-            return old
-        if old not in self._columns:
-            self._columns[old] = self._new(float(self._old[old]))
-        return self._columns[old]
-
-    def _new(self, value: float) -> int:
-        self._values.append(value)
-        return len(self._values) - 1
-
-    def _sum(self, columns: Sequence[int]) -> int:
-        """A column of what several are together; -1 where there is none."""
-        return self._new(float(self._old[list(columns)].sum()))
-
     def _kept(self, call: CallShape, key: str) -> CallShape:
         found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}
         found |= {name: self._column(getattr(call, name)) for name in (*SUMMED, *STATED, *OTHERS)}
@@ -207,7 +168,7 @@ class _Fold:
         held = found["backward_time"] if like.held_until >= 0 else -1
         return replace(
             like,
-            key=self._between_key(member),
+            key=self._keys.between[member],
             **found,
             working=self._new(0.0),  # it never runs again at a moment that is left
             before_backward=self._copy(first.before_backward),
@@ -217,10 +178,6 @@ class _Fold:
             kept_until=clock.of(min(kept, default=0)),
             held_until=max((held, *(clock.of(call.held_until) for call in all_of))),
         )
-
-    def _copy(self, old: int) -> int:
-        """A column of its own that is as another one."""
-        return self._new(float(self._old[old]))
 
     def _handing(self, handing: HandingShape) -> HandingShape:
         """What is handed on elsewhere: units that are called several times hand on nothing."""
@@ -339,7 +296,3 @@ class _Fold:
     def _moved(self, loose: LooseShape) -> LooseShape:
         since = None if loose.since_time is None else self._clock.of(loose.since_time)
         return replace(loose, since_time=since, lasts_until=self._clock.of(loose.lasts_until))
-
-
-def _key(unit: str, name: str, rank: int) -> str:
-    return f"{unit}#{name} {rank + 1}" if rank else f"{unit}#{name}"
