@@ -42,6 +42,7 @@ class Observed:
 
     Attributes:
         sizes: Shape of a step -> the sizes that were measured of it -> their columns, the newest last.
+        varies: Whether steps were seen on several paths (layers dropped at random, tasks in turns).
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
         loops: Whether how often units are called goes by the size.
@@ -52,6 +53,7 @@ class Observed:
 
     def __init__(self) -> None:
         self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
+        self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
         self.loops = Loops()
         self.bare: Key | None = None
@@ -67,11 +69,6 @@ class Observed:
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
         return sum(len(sizes) for sizes in self.sizes.values())
-
-    @property
-    def varies(self) -> bool:
-        """Whether steps were seen on several paths that no size tells (layers dropped at random, tasks in turns)."""
-        return bool(self.habits.varying)
 
     def add(self, key: Key, structure: Structure, values: NDArray[np.float64], resident_bytes: int) -> bool:
         """Remember one measured step.
@@ -124,8 +121,7 @@ class Observed:
         # What goes by the size is not left out by chance.
         by_size = names in self.loops.folds
         is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
-        if alike and not is_known and not by_size:
-            self.habits.varying.add(names)
+        self.varies |= bool(alike) and not is_known
         if is_known or is_part:
             self.waits.known(names)
         else:
@@ -259,7 +255,7 @@ class Observed:
         """What was learnt, as plain data."""
         number = {structure.path: i for i, structure in enumerate(self.sizes)}
         return {
-            "varying": [list(kind) for kind in self.habits.varying],
+            "varies": self.varies,
             **self.loops.state_dict(),
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
@@ -279,6 +275,7 @@ class Observed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another one remembered."""
+        self.varies = bool(state.get("varies", False))
         self.loops.load_state_dict({**state, "calls": ()})
         paths = []
         for entry in state["observed"]:
@@ -290,7 +287,6 @@ class Observed:
                 # What is folded already does not tell how many calls it had.
                 _ = self._add(step, 0) if names_of(key) in self.loops.folds else self.add(*step, 0)
         self.loops.load_state_dict(state)  # how often units were called in sizes that are not known any more, too
-        self.habits.varying |= {tuple(kind) for kind in state.get("varying", ())}
         bare = state.get("bare")
         self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)
         for kind, left in state["waits"]:

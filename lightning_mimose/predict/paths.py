@@ -114,8 +114,6 @@ class Habits:
     def __init__(self) -> None:
         self.steps: dict[Key, tuple[Path, int]] = {}
         """Size -> the path that it took of late, and how often."""
-        self.varying: set[tuple[str, ...]] = set()
-        """Kinds of batches of which steps were seen on several paths that no size tells."""
 
     def add(self, key: Key, path: Path) -> None:
         """A measured step of some size took a path."""
@@ -126,7 +124,6 @@ class Habits:
 
     def forget(self, names: tuple[str, ...]) -> None:
         """Forget all sizes with these dimensions."""
-        self.varying.discard(names)
         self.steps = {key: each for key, each in self.steps.items() if names_of(key) != names}
 
     def of(self, key: Key) -> Path | None:

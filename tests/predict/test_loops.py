@@ -132,15 +132,11 @@ def test_a_size_that_contradicts_ends_it() -> None:
     assert [*estimator.observed.sizes] == [step(Chunked, 12)[0]]
 
 
-def test_what_was_on_several_paths_before_it_was_folded_varies_no_more() -> None:
-    """What is predicted too high is put right only where a step can have but one path."""
-    seen = (5, 9, 3, 7, 4)
-    estimator = learn(Estimator(), (*seen, *seen[-1:] * 7))
+def test_what_sizes_did_before_they_were_folded_is_no_habit() -> None:
+    """Of theirs no path is left."""
+    estimator = learn(Estimator(), (5, *[4] * 6, 9, 3, 7, 8, 10))
     assert all(structure.looped for structure in estimator.observed.sizes)
-    assert not estimator.observed.varies
-    assert not estimator.has_habit(size(4))
-    learn(estimator, (2, 1, 6))
-    assert not estimator.observed.varies
+    assert {path for path, _ in estimator.observed.habits.steps.values()} == {folded(Chunked, 6).structure.path}
 
 
 def test_what_was_refuted_is_so_after_a_checkpoint() -> None:
