@@ -4,12 +4,12 @@ What such steps have in common is a loop's first round, its last two, and that w
 number. So the rounds in between are folded into one, which saves and computes what they do together. It has no
 positions of its own: what is alive rises or falls from round to round, so that it is highest in the first or in the
 last ones (of which there are two, for in the last one's backward there are no gradients of the round before). Where a
-round in between takes more than these, nothing is folded.
+round in between takes more than these, nothing is folded. Of loops inside of loops the inner ones come first, all at
+once: then the rounds around them are alike, of however many calls each was.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.columns import Columns, Keys
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape
 from lightning_mimose.predict.structure import Structure
 
-MOST_LOOPS = 8
-"""In a step, those inside others counted every time."""
-ROUNDS = ("first", "between", "last but one", "last")
-"""Names of what is left of a loop."""
+MOST_DEPTHS = 8
+"""Times that loops are folded in a step: all that are in no other one, with rounds of one length; then the next."""
 MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
 MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
@@ -58,59 +57,73 @@ def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
     if not has_loops(structure):
         return None
     folded: Folded | None = None
-    for _ in range(MOST_LOOPS):
-        rounds = rounds_of(structure)
-        if rounds is None:
+    for _ in range(MOST_DEPTHS):
+        loops = []
+        for rounds in rounds_of(structure):
+            loop = Loop.of(structure, rounds)
+            if loop is None or not loop.is_highest_at_its_ends(values):
+                return None
+            loops.append(loop)
+        if not loops:
             return folded
-        loop = Loop.of(structure, rounds)
-        if loop is None or not loop.is_highest_at_its_ends(values):
-            return None
-        folded = _Fold(loop, values).result()
+        folded = _Fold(loops, values).result()
         structure, values = folded
     return None
 
 
-class _Fold:
-    """Folds one loop.
+class _Fold(Columns):
+    """Folds loops of which none is inside another one.
 
     Args:
-        loop: The loop.
+        loops: The loops.
         values: Shape (columns,).
     """
 
-    def __init__(self, loop: Loop, values: NDArray[np.float64]) -> None:
-        self._loop, self._structure, self._old = loop, loop.structure, values
-        self._values: list[float] = []
-        self._columns: dict[int, int] = {}
-        calls, self._rounds = self._structure.calls, loop.rounds
-        self._like = self._rounds[-2]
-        """The calls that those of the round in between are like."""
-        self._middle = {i: member for members in self._rounds[1:-2] for member, i in enumerate(members)}
+    def __init__(self, loops: Sequence[Loop], values: NDArray[np.float64]) -> None:
+        super().__init__(values)
+        self._structure = loops[0].structure
+        calls = self._structure.calls
+        self._first, self._like, self._last = (
+            [i for loop in loops for i in loop.rounds[number]] for number in (0, -2, -1)
+        )
+        """The calls of first rounds, of last ones but one (which those of the rounds in between are like), of last."""
+        self._loops = [loop for loop in loops for _ in loop.rounds[0]]
+        self._passes = [loop.passes(k) for loop in loops for k in range(len(loop.rounds[0]))]
+        self._all_of = [[i[k] for i in loop.rounds[1:-2]] for loop in loops for k in range(len(loop.rounds[0]))]
+        """Of every member of the rounds: its loop, see `Loop.passes`, and the calls of which one is left."""
+        self._middle = {i: member for member, all_of in enumerate(self._all_of) for i in all_of}
+        self._keys = Keys(calls, (self._first, self._like, self._last), self._middle)
         left = [i for i in range(len(calls)) if i not in self._middle]
         self._index = {i: new for new, i in enumerate(left)}
         """Call -> its index, or that of the one which stands for it."""
         self._index |= {i: len(left) + member for i, member in self._middle.items()}
-        self._places = [p for p, position in enumerate(self._structure.positions) if not loop.is_between(position.time)]
-        moments = [*(self._structure.positions[p].time for p in self._places), *marks_of(calls, left)]
-        self._clock = Clock(moments, map(self._place, marks_of(calls, self._like)))
+        times = self._structure.times
+        gone = np.any([loop.are_between(times) for loop in loops], axis=0)
+        self._places: list[int] = np.flatnonzero(~gone).tolist()
+        moments = [*times[~gone].tolist(), *marks_of(calls, left)]
+        places = (self._place(member, time) for member, i in enumerate(self._like) for time in marks_of(calls, [i]))
+        self._clock = Clock(moments, places)
 
-    def _place(self, time: int) -> tuple[int, int]:
-        """Where something takes place in the round in between: before a moment that is left, and in what order.
+    def _place(self, member: int, time: int) -> tuple[int, int]:
+        """Where something takes place in a round in between: before a moment that is left, and in what order.
 
         Args:
+            member: Of which call.
             time: When it does in the last round but one.
         """
-        (_, forward), *_, (_, last) = (*self._loop.between, self._loop.between[-1])
-        return forward if time < self._structure.calls[self._rounds[-1][0]].in_time else last, time
+        loop = self._loops[member]
+        (_, forward), *_, (_, last) = (*loop.between, loop.between[-1])
+        return forward if time < self._structure.calls[loop.rounds[-1][0]].in_time else last, time
 
     def result(self) -> Folded:
         """The step with this loop folded."""
-        structure, names = self._structure, self._names()
+        structure, names = self._structure, self._keys.of_calls()
         calls = [self._kept(call, names[i]) for i, call in enumerate(structure.calls) if i not in self._middle]
         calls += [self._between(member) for member in range(len(self._like))]
         labels = {
             f"{mark} {call.key}": f"{mark} {names[i]}" for i, call in enumerate(structure.calls) for mark in MARKS
         }
+        labels |= {f"{call.key} dropped step": f"{names[i]} dropped step" for i, call in enumerate(structure.calls)}
         positions = tuple(
             replace(
                 position,
@@ -133,39 +146,6 @@ class _Fold:
         )
         return Folded(replace(found, columns=len(self._values)), np.array(self._values))
 
-    def _names(self) -> dict[int, str]:
-        """Call -> its key: in a step of more rounds the last one's is the same."""
-        calls, names, looped = self._structure.calls, dict[int, str](), set[str]()
-        for name, members in zip(ROUNDS, (self._rounds[0], (), *self._rounds[-2:]), strict=True):
-            ranks = Counter[str]()
-            for i in members:
-                unit = calls[i].unit
-                names[i] = _key(unit, name, ranks[unit])
-                ranks[unit] += 1
-                looped.add(unit)
-        beside = Counter[str]()
-        for i, call in enumerate(calls):
-            if i not in names:
-                names[i] = _key(call.unit, "beside", beside[call.unit]) if call.unit in looped else call.key
-                beside[call.unit] += i not in self._middle
-        return names
-
-    def _column(self, old: int) -> int:
-        """The index of a column that is left."""
-        if old < 0:
-            return old
-        if old not in self._columns:
-            self._columns[old] = self._new(float(self._old[old]))
-        return self._columns[old]
-
-    def _new(self, value: float) -> int:
-        self._values.append(value)
-        return len(self._values) - 1
-
-    def _sum(self, columns: Sequence[int]) -> int:
-        """A column of what several are together; -1 where there is none."""
-        return self._new(float(self._old[list(columns)].sum()))
-
     def _kept(self, call: CallShape, key: str) -> CallShape:
         found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}
         found |= {name: self._column(getattr(call, name)) for name in (*SUMMED, *STATED, *OTHERS)}
@@ -174,31 +154,30 @@ class _Fold:
     def _between(self, member: int) -> CallShape:
         """The call that stands for those of all rounds in between."""
         calls, clock = self._structure.calls, self._clock
-        like, first = calls[self._like[member]], calls[self._rounds[0][member]]
-        all_of = [calls[members[member]] for members in self._rounds[1:-2]]
-        ranks = Counter(calls[i].unit for i in self._like[:member])
+        like, first = calls[self._like[member]], calls[self._first[member]]
+        all_of = [calls[i] for i in self._all_of[member]]
         found: dict[str, Any] = {
-            name: NEVER if getattr(like, name) == NEVER else clock.between(self._place(getattr(like, name)))
+            name: NEVER if getattr(like, name) == NEVER else clock.between(self._place(member, getattr(like, name)))
             for name in MOMENTS
         }
         found |= {name: self._sum([getattr(call, name) for call in all_of]) for name in SUMMED}
+        kept = [call.kept_until for call in all_of]
+        if self._passes[member]:  # one after another is gone, so that only the last one is there later
+            found["saved"], kept = self._copy(all_of[-1].saved), kept[-1:]
         found |= {name: -1 if getattr(like, name) < 0 else self._copy(getattr(like, name)) for name in STATED}
         held = found["backward_time"] if like.held_until >= 0 else -1
         return replace(
             like,
-            key=_key(like.unit, ROUNDS[1], ranks[like.unit]),
+            key=self._keys.between[member],
             **found,
             working=self._new(0.0),  # it never runs again at a moment that is left
             before_backward=self._copy(first.before_backward),
             lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
             count=self._new(sum(1.0 if call.count < 0 else float(self._old[call.count]) for call in all_of)),
             lent_until=max((clock.of(call.lent_until) for call in all_of), default=0),
+            kept_until=clock.of(min(kept, default=0)),
             held_until=max((held, *(clock.of(call.held_until) for call in all_of))),
         )
-
-    def _copy(self, old: int) -> int:
-        """A column of its own that is as another one."""
-        return self._new(float(self._old[old]))
 
     def _handing(self, handing: HandingShape) -> HandingShape:
         """What is handed on elsewhere: units that are called several times hand on nothing."""
@@ -261,7 +240,7 @@ class _Fold:
         found: list[LooseShape] = []
         number: dict[int, int] = {}
         alone: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-        member_of = self._middle or {i: member for member, i in enumerate(self._like)}
+        member_of = {i: member for member, i in enumerate(self._like) if not self._all_of[member]} | self._middle
         for i, each in enumerate(self._structure.loose):
             if member_of.keys() >= set(each.holders):
                 members = tuple(sorted({member_of[holder] for holder in each.holders}))
@@ -272,7 +251,8 @@ class _Fold:
         first = len(calls) - len(self._like)
         for (members, was_held), all_of in sorted(alone.items()):
             parts = [self._moved(self._structure.loose[i]) for i in all_of]
-            if self._middle:
+            is_there = self._middle.keys() >= set(self._structure.loose[all_of[0]].holders)
+            if is_there:
                 number |= dict.fromkeys(all_of, len(found))
             else:
                 parts = [replace(p, since_time=p.since_time and min(p.since_time, 1), lasts_until=NEVER) for p in parts]
@@ -280,7 +260,7 @@ class _Fold:
             found.append(
                 replace(
                     together,
-                    size=self._sum([self._structure.loose[i].size for i in all_of] if self._middle else []),
+                    size=self._sum([self._structure.loose[i].size for i in all_of] if is_there else []),
                     holders=tuple(first + member for member in members),
                     until_time=1 if was_held else -1,
                     ending=self._new(0.0),
@@ -299,7 +279,7 @@ class _Fold:
         """
         first, held = len(calls) - len(self._like), set(loose.holders)
         holders = {self._index[i] for i in held}
-        for member, each in enumerate(zip(self._rounds[0], *self._rounds[-2:], strict=True)):
+        for member, each in enumerate(zip(self._first, self._like, self._last, strict=True)):
             if held.issuperset(each):
                 holders.add(first + member)
         is_whole = max(holders) < first
@@ -316,7 +296,3 @@ class _Fold:
     def _moved(self, loose: LooseShape) -> LooseShape:
         since = None if loose.since_time is None else self._clock.of(loose.since_time)
         return replace(loose, since_time=since, lasts_until=self._clock.of(loose.lasts_until))
-
-
-def _key(unit: str, name: str, rank: int) -> str:
-    return f"{unit}#{name} {rank + 1}" if rank else f"{unit}#{name}"

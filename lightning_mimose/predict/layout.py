@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.shapes import NEVER
+
 if TYPE_CHECKING:
     from lightning_mimose.predict.structure import Structure
 
@@ -48,6 +50,16 @@ class Layout:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
         names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent")
         return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
+
+    @cached_property
+    def marks(self) -> tuple[NDArray[np.int64], Ints]:
+        """When calls begin and end, and when their backward begins, in order; and of which call each of these is."""
+        calls = self.structure.calls
+        times = np.array([(c.in_time, c.out_time, c.backward_time) for c in calls], dtype=np.int64).reshape(-1)
+        owners = np.repeat(np.arange(len(calls)), 3)
+        order = np.argsort(times, kind="stable")
+        order = order[times[order] != NEVER]
+        return times[order], owners[order]
 
     @cached_property
     def backward_at(self) -> dict[int, int]:

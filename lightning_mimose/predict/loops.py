@@ -2,16 +2,16 @@
 
 A model that leaves out calls at random (LayerDrop, over one layer that is called several times) has as many shapes as
 one that calls blocks more often for longer texts. Of those the longest is learnt; folded they would be one whose sizes
-say nothing. So loops are folded once enough sizes have shown numbers of calls that rise with one of their dimensions,
-and for as long as none contradicts.
+say nothing. So loops are folded once enough sizes have shown numbers of calls that rise with one of their dimensions
+(with two of them in loops inside of loops), and for as long as none contradicts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from collections.abc import Collection, Mapping
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,9 @@ class _Kind:
         numbers = self.numbers
         if len(numbers) < 2 or max(count for each in numbers for _, count in each) < FEWEST_ROUNDS:
             return False
-        return self.again >= FEWEST_SIZES or (len(self.calls) >= FEWEST_SIZES and len(numbers) >= FEWEST_NUMBERS)
+        # Of two sizes in two dimensions often neither is the larger one, which says nothing.
+        fewest = FEWEST_SIZES if rise_with_size(self.calls, 1) else 2 * FEWEST_SIZES
+        return self.again >= FEWEST_SIZES or (len(self.calls) >= fewest and len(numbers) >= FEWEST_NUMBERS)
 
 
 class Loops:
@@ -120,6 +122,25 @@ class Loops:
             return list(kind.steps.values())
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is known, as plain data, but for the steps themselves."""
+        return {
+            "folds": [list(names) for names in self.folds],
+            "refuted": [list(names) for names in self._refuted],
+            "calls": [_numbered(kind, names) for names, kind in self._kinds.items() if len(kind.numbers) > 1],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another one knew."""
+        self.folds |= {tuple(names) for names in state.get("folds", ())}
+        self._refuted |= {tuple(names) for names in state.get("refuted", ())}
+        for each in state.get("calls", ()):
+            names = tuple(each["names"])
+            kind = self._kinds.setdefault(names, _Kind())
+            kind.again = int(each["again"])
+            for values, number in each["sizes"]:
+                kind.calls[tuple(zip(names, map(int, values), strict=True))] = Counter(each["numbers"][number])
+
     def folded(self, step: Step) -> Step:
         """What a step counts as."""
         found = fold(step.structure, step.values) if names_of(step.key) in self.folds else None
@@ -131,11 +152,24 @@ class Loops:
         return (structure if found is None else found.structure).path
 
 
-def rise_with_size(calls: Mapping[Key, Calls]) -> bool:
-    """Whether it follows from one dimension how often each unit is called, and rises with it.
+def _numbered(kind: _Kind, names: Names) -> dict[str, Any]:
+    """How often units were called in steps of one kind, as plain data: most sizes have numbers in common."""
+    numbers = list(kind.numbers)
+    index = {each: i for i, each in enumerate(numbers)}
+    return {
+        "names": list(names),
+        "again": kind.again,
+        "numbers": [dict(each) for each in numbers],
+        "sizes": [[[value for _, value in key], index[frozenset(each.items())]] for key, each in kind.calls.items()],
+    }
+
+
+def rise_with_size(calls: Mapping[Key, Calls], most_dims: int = 2) -> bool:
+    """Whether it follows from one dimension or two how often each unit is called, and rises with them.
 
     Args:
         calls: Size -> how often units are called.
+        most_dims: From how many it may follow: of units in a loop inside another loop it does from two.
 
     Example:
         >>> rise_with_size({(("ids:1", 32),): {"a": 1}, (("ids:1", 60),): {"a": 2}, (("ids:1", 64),): {"a": 2}})
@@ -143,14 +177,12 @@ def rise_with_size(calls: Mapping[Key, Calls]) -> bool:
         >>> rise_with_size({(("ids:1", 32),): {"a": 3}, (("ids:1", 60),): {"a": 2}})
         False
     """
-    dims = range(len(next(iter(calls))))
+    sizes = np.array([[value for _, value in key] for key in calls]).reshape(len(calls), -1)
+    dims = [list(each) for n in range(1, most_dims + 1) for each in combinations(range(sizes.shape[1]), n)]
+    below = [(sizes[:, None, each] <= sizes[None, :, each]).all(axis=2) for each in dims]
     units = {unit for each in calls.values() for unit in each}
-    return all(any(_rises((key[dim][1], each.get(u, 0)) for key, each in calls.items()) for dim in dims) for u in units)
-
-
-def _rises(pairs: Iterable[tuple[int, int]]) -> bool:
-    ordered = sorted(set(pairs))
-    return all(value < larger and count <= more for (value, count), (larger, more) in pairwise(ordered))
+    counts = (np.array([each.get(unit, 0) for each in calls.values()]) for unit in units)
+    return all(any(not (each & (count[:, None] > count)).any() for each in below) for count in counts)
 
 
 def paths_at(key: Key, seen: Mapping[Path, Collection[Key]]) -> set[Path]:

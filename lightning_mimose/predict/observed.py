@@ -102,6 +102,7 @@ class Observed:
         self._latest.pop(names, None)
         self._handing, self._shorter = None, 0
         self.waits.left[names] = 0
+        self.habits.forget(names)
 
     def _add(self, step: Step, resident_bytes: int) -> bool:
         """Remember one measured step that counts as what it is; see `add`."""
@@ -255,7 +256,7 @@ class Observed:
         number = {structure.path: i for i, structure in enumerate(self.sizes)}
         return {
             "varies": self.varies,
-            "folds": [list(kind) for kind in self.loops.folds],
+            **self.loops.state_dict(),
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
@@ -275,7 +276,7 @@ class Observed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what another one remembered."""
         self.varies = bool(state.get("varies", False))
-        self.loops.folds |= {tuple(kind) for kind in state.get("folds", ())}
+        self.loops.load_state_dict({**state, "calls": ()})
         paths = []
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
@@ -283,10 +284,9 @@ class Observed:
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
                 step = Step(key, structure, np.array(values, dtype=np.float64))
-                if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
-                    self._add(step, 0)
-                else:
-                    self.add(*step, 0)
+                # What is folded already does not tell how many calls it had.
+                _ = self._add(step, 0) if names_of(key) in self.loops.folds else self.add(*step, 0)
+        self.loops.load_state_dict(state)  # how often units were called in sizes that are not known any more, too
         bare = state.get("bare")
         self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)
         for kind, left in state["waits"]:

@@ -122,6 +122,10 @@ class Habits:
             del self.steps[next(iter(self.steps))]
         self.steps[key] = path, steps + 1 if path == before else 1
 
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Forget all sizes with these dimensions."""
+        self.steps = {key: each for key, each in self.steps.items() if names_of(key) != names}
+
     def of(self, key: Key) -> Path | None:
         """The path that steps of this size take, if enough have."""
         path, steps = self.steps.get(key, (None, 0))

@@ -82,6 +82,37 @@ class Chunked(nn.Module):
         return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
 
 
+class Truncated(Chunked):
+    """The same with a memory of the chunks before, of which only the last two have a backward."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chunks, means = input_ids.split(CHUNK, 1), []
+        memory = torch.zeros(())
+        for number, chunk in enumerate(chunks):
+            hidden = self.text.embed(chunk) + memory
+            for layer in self.text.layers:
+                hidden = layer(hidden)
+            memory = hidden.mean(1, keepdim=True)
+            if number < len(chunks) - 2:
+                memory = memory.detach()
+            else:
+                means.append(hidden.mean(1))
+        return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
+
+
+class Alternating(Truncated):
+    """The same where other ones have none: of every second chunk the result is dropped."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        means = []
+        for number, chunk in enumerate(input_ids.split(CHUNK, 1)):
+            hidden = self.text.embed(chunk)
+            for layer in self.text.layers:
+                hidden = layer(hidden)
+            means.append((hidden.detach() if number % 2 else hidden).mean(1))
+        return functional.cross_entropy(self.head(torch.stack(means, 1).mean(1)), labels)
+
+
 class _Remembering(nn.Module):
     """Reads a chunk, and writes into a memory; weights are given by a bias that all calls share."""
 
@@ -120,6 +151,81 @@ class Remembering(nn.Module):
         return functional.cross_entropy(self.head(memory.mean(1)), labels)
 
 
+class _Word(nn.Module):
+    """One word of a sentence, after those before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(width, width)
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(
+        self, word: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        hidden, cell = self.cell(word, state)
+        return hidden + self.inner(hidden), (hidden, cell)
+
+
+def _read(unit: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """What a unit tells of all inputs in turn, each of which it is given with its state after those before."""
+    state = (torch.zeros_like(inputs[:, 0]), torch.zeros_like(inputs[:, 0]))
+    found = []
+    for each in inputs.unbind(1):
+        told, state = unit(each, state)
+        found.append(told)
+    return torch.stack(found, 1).mean(1)
+
+
+class _Sentence(nn.Module):
+    """All words of a sentence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.word = _Word(width)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return _read(self.word, words)
+
+
+class Nested(nn.Module):
+    """Reads a document sentence by sentence, and each of these word by word."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.word = _Word(width)
+        self.across = _Word(width)
+        self.head = nn.Linear(width, 2)
+
+    def read(self, words: torch.Tensor) -> torch.Tensor:
+        """One sentence."""
+        return _read(self.word, words)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        words = self.embed(input_ids)
+        state = (torch.zeros_like(words[:, 0, 0]), torch.zeros_like(words[:, 0, 0]))
+        found = []
+        for sentence in words.unbind(1):
+            told, state = self.across(self.read(sentence), state)
+            found.append(told)
+        return functional.cross_entropy(self.head(torch.stack(found, 1).mean(1)), labels)
+
+
+class Around(Nested):
+    """The same where a sentence is a unit, around its words."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.word = _Sentence(width)
+
+    def read(self, words: torch.Tensor) -> torch.Tensor:
+        """One sentence."""
+        found: torch.Tensor = self.word(words)
+        return found
+
+
+NESTED = (Nested, Around)
+DROPPING = (Truncated, Alternating)
 MODELS = (Writing, Within, Chunked, Remembering)
 
 
@@ -132,6 +238,15 @@ def text_of(model: type[nn.Module], rounds: int, seed: int = 0) -> dict[str, tor
     return {
         "input_ids": torch.randint(0, 64, (4, CHUNK * rounds), generator=generator),
         "labels": torch.randint(0, 2, (4,), generator=generator),
+    }
+
+
+def document_of(sentences: int, words: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of documents."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(0, 64, (16, sentences, words), generator=generator),
+        "labels": torch.randint(0, 2, (16,), generator=generator),
     }
 
 

@@ -12,7 +12,18 @@ from torch import nn
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import Trained, equal, recompute_all, train
 from tests.helpers.models import Batch
-from tests.helpers.rounds import CHUNK, Chunked, Remembering, Within, Writing, loss_of, text_of
+from tests.helpers.rounds import (
+    CHUNK,
+    Chunked,
+    Nested,
+    Remembering,
+    Truncated,
+    Within,
+    Writing,
+    document_of,
+    loss_of,
+    text_of,
+)
 
 STEPS, LEARNING = 40, 14
 
@@ -65,6 +76,38 @@ def test_peaks_are_predicted_where_every_round_runs_again(model: type[nn.Module]
     for record, peak in planned:
         assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01), record.size
     assert equal(plainly(model), ours)
+
+
+def test_loops_inside_of_loops_are_planned() -> None:
+    """Words of sentences: of any lengths, with the same weights, and never predicted too low."""
+    rnd = random.Random(0)
+    texts = [document_of(rnd.randint(3, 9), rnd.randint(4, 10), number) for number in range(STEPS)]
+    plain = train(Nested, texts, loss_fn=loss_of)
+    ours = train(Nested, texts, plain.budget(0.6), loss_of)
+    assert ours.mimose is not None
+    records = ours.mimose.records
+    assert equal(plain, ours)
+    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
+    assert not any(record.sheltered for record in records[LEARNING:])
+    assert any(record.actions for record in records[LEARNING:])
+    for record, peak in zip(records, ours.peaks, strict=True):
+        if not record.sheltered and record.predicted_peak_bytes:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.002), record.size
+
+
+def test_truncated_backpropagation_is_planned() -> None:
+    """Only the last rounds have a backward, of however many."""
+    rnd = random.Random(0)
+    texts = [text_of(Truncated, rnd.randint(6, 14), number) for number in range(STEPS)]
+    plain = train(Truncated, texts, loss_fn=loss_of)
+    ours = train(Truncated, texts, plain.budget(0.8), loss_of)
+    assert ours.mimose is not None
+    assert equal(plain, ours)
+    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
+    assert not any(record.sheltered for record in ours.mimose.records[LEARNING:])
+    for record, peak in zip(ours.mimose.records, ours.peaks, strict=True):
+        if not record.sheltered and record.predicted_peak_bytes:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01), record.size
 
 
 def test_a_last_chunk_may_be_shorter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mimose.predict.estimator import Estimator, Prediction
-from lightning_mimose.predict.loops import paths_at
+from lightning_mimose.predict.folding import fold
+from lightning_mimose.predict.loops import paths_at, rise_with_size
 from lightning_mimose.predict.paths import Key, Path
-from tests.helpers.rounds import CHUNK, Chunked, Writing
-from tests.predict.test_folding import folded, step
+from tests.helpers.rounds import CHUNK, Chunked, Nested, Writing
+from tests.predict.test_folding import document_step, folded, step
 
 
 def size(rounds: int, part: int = 0) -> dict[str, int]:
@@ -80,6 +82,37 @@ def test_sizes_tell_how_often_blocks_are_called() -> None:
     assert either is None or not either.trusted
 
 
+def test_calls_in_a_loop_inside_a_loop_go_by_two_dimensions() -> None:
+    """A document's sentences, and the words of each."""
+    seen = [(5, 6), (3, 7), (8, 4), (4, 9), (6, 6), (9, 5), (7, 8), (3, 4), (8, 9), (5, 4), (9, 7), (4, 5), (6, 9)]
+    estimator = Estimator()
+    for sentences, words in seen:
+        estimator.add({"batch": 16, "ids:1": sentences, "ids:2": words}, *document_step(Nested, sentences, words))
+    for sentences, words in ((7, 5), (9, 9)):
+        found = estimator.predict({"batch": 16, "ids:1": sentences, "ids:2": words})
+        truth = fold(*document_step(Nested, sentences, words))
+        assert found is not None
+        assert truth is not None
+        assert found.trusted
+        assert found.structure == truth.structure
+        peaks = [truth.structure.summary(each[None])[0, :2] for each in (found.values, truth.values)]
+        assert np.allclose(*peaks, rtol=1e-3)
+
+
+@given(seed=st.integers(0, 1 << 20))
+def test_a_product_of_two_dimensions_tells_numbers_of_calls(seed: int) -> None:
+    """As one that rises with either; one that falls with them says nothing."""
+    rnd = random.Random(seed)
+    sizes = {(rnd.randint(1, 9), rnd.randint(1, 9)) for _ in range(12)}
+    rising: dict[Key, dict[str, int]] = {(("ids:1", s), ("ids:2", w)): {"word": s * w, "across": s} for s, w in sizes}
+    assert rise_with_size(rising)
+    below = [(a, b) for a in sizes for b in sizes if a != b and a[0] <= b[0] and a[1] <= b[1]]
+    if below:
+        least, most = rnd.choice(below)
+        key: Key = (("ids:1", most[0]), ("ids:2", most[1]))
+        assert not rise_with_size(rising | {key: {"word": least[0] * least[1] - 1, "across": most[0]}})
+
+
 def test_numbers_that_go_by_chance_are_not_folded() -> None:
     """One size, and layers that are left out: the longest path is learnt, as ever."""
     estimator = Estimator()
@@ -97,6 +130,23 @@ def test_a_size_that_contradicts_ends_it() -> None:
     assert [*estimator.observed.sizes] == [step(Chunked, 12)[0]]
     learn(estimator, (12, 12, 12))
     assert [*estimator.observed.sizes] == [step(Chunked, 12)[0]]
+
+
+def test_what_sizes_did_before_they_were_folded_is_no_habit() -> None:
+    """Of theirs no path is left."""
+    estimator = learn(Estimator(), (5, *[4] * 6, 9, 3, 7, 8, 10))
+    assert all(structure.looped for structure in estimator.observed.sizes)
+    assert {path for path, _ in estimator.observed.habits.steps.values()} == {folded(Chunked, 6).structure.path}
+
+
+def test_what_was_refuted_is_so_after_a_checkpoint() -> None:
+    """And what could refute it is known: how often units were called in every size."""
+    learnt = learn(Estimator(), (5, 9, 3, 7, 4, 8, 10))
+    refuted = restored(learn(restored(learnt), ()))
+    refuted.add(size(6), *step(Chunked, 12))
+    for estimator in (refuted, restored(refuted)):
+        learn(estimator, (3, 4, 5, 7, 8, 9, 10))
+        assert not any(structure.looped for structure in estimator.observed.sizes)
 
 
 def test_a_number_that_is_always_the_same_is_not_folded() -> None:
