@@ -84,8 +84,8 @@ def size_hint(steps: int, varying: Sequence[str]) -> str:
     """
     if len(varying) <= 2:
         return (
-            f"{steps} steps and more ran sheltered, for batches of one size take other memory each time: chance decides, "
-            "or something that no shape in the batch tells. If it can be told from the batch, name it: "
+            f"{steps} steps and more ran sheltered, for batches of one size take other memory each time: chance "
+            "decides, or something that no shape in the batch tells. If it can be told from the batch, name it: "
             "size_fn=lambda batch: {'longest': ..., 'real': ...}."
         )
     named = ", ".join(varying[:4]) + (", ..." if len(varying) > 4 else "")
