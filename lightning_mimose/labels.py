@@ -95,13 +95,15 @@ class Labels:
             label.values.setdefault(value, _Steps())
             label.times += 1
             if len(label.values) > MOST_VALUES:
-                self._drop(path)
+                self.drop(path)
             else:
                 self._now[path] = value
 
-    def _drop(self, path: str) -> None:
+    def drop(self, path: str) -> None:
+        """Look at a label no more: it tells nothing."""
         self._hopeless.add(path)
-        del self._labels[path]
+        self._labels.pop(path, None)
+        self._now.pop(path, None)
         self.told = tuple(each for each in self.told if each != path)
 
     @property

@@ -12,6 +12,8 @@ UNLIKE_SHARE = 0.02
 """How far a step is from its prediction where it may be of another sort than the steps it was predicted from."""
 MISSED_SHARE = 0.01
 """How far it is from that to have missed it."""
+MOST_MISSES = 3
+"""How many more steps may be as far from it again than not, before what they were told apart by explains nothing."""
 FEWEST_STEPS, MOST_STEPS = 5, 10
 """Planned and measured ones that are looked back at."""
 
@@ -30,6 +32,9 @@ class Unlike:
         self._advisor = advisor
         self._missed: deque[bool] = deque(maxlen=MOST_STEPS)
         self._told = False
+        self._suspect: str | None = None
+        self._misses = 0
+        """How many more there were than steps that held, since they are told apart by what was suspected."""
         self.renews = False
 
     def ran(self, size: BatchSize, count: int) -> None:
@@ -45,10 +50,28 @@ class Unlike:
         """Hold what a planned step has reached against what was predicted."""
         missed_bytes = abs(reached_bytes - predicted_bytes) - self._advisor.scratch_bytes
         if missed_bytes > UNLIKE_SHARE * predicted_bytes:
-            self._tell_apart(self._advisor.tracker.labels.suspect())
+            self._look_for_reason()
+        else:
+            self._misses = max(0, self._misses - 1)
         self._missed.append(missed_bytes > MISSED_SHARE * predicted_bytes)
         if len(self._missed) >= FEWEST_STEPS:
             self._advise(scatter_hint(sum(self._missed), len(self._missed)))
+
+    def _look_for_reason(self) -> None:
+        labels = self._advisor.tracker.labels
+        if self._suspect not in labels.told:
+            self._suspect, self._misses = labels.suspect(), 0
+            self._tell_apart(self._suspect)
+            return
+        self._misses += 1
+        if self._suspect is not None and self._misses == MOST_MISSES:
+            labels.drop(self._suspect)
+            self._missed.clear()
+            self.renews = True
+            self._advisor.announce(
+                f"mimose: steps differ for some other reason than {self._suspect!r} of the batch: what was learnt of "
+                "them is learnt anew, for all of its values together"
+            )
 
     def _tell_apart(self, label: str | None) -> None:
         if label is None:
