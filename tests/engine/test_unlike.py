@@ -42,7 +42,7 @@ def test_what_was_suspected_and_explains_nothing_is_dropped() -> None:
     advisor.tracker.observe({"ids": torch.zeros(2, 8), "language": "en"})
     unlike.compare(1000, 970)
     assert advisor.tracker.labels.told == ()
-    assert len(advisor.told) == 2
+    assert sum("'language'" in text for text in advisor.told) == 2
 
 
 def test_misses_are_told_of_once_and_as_long_as_they_are_many() -> None:
