@@ -118,6 +118,10 @@ class Labels:
     def _dims(self, values: Mapping[str, Value]) -> dict[str, int]:
         return {f"{path}={values[path]}": 1 for path in self.told if path in values}
 
+    def told_in(self, names: Iterable[str]) -> int:
+        """How many of some dimensions stand for labels that batches are told apart by."""
+        return sum(name.partition("=")[0] in self.told for name in names if "=" in name)
+
     def ran(self, size: Hashable, layout: int, count: int) -> str | None:
         """The latest batch's forward is over.
 

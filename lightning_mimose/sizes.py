@@ -184,9 +184,9 @@ class SizeTracker:
             dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
             dims |= self.labels.dims_of(batch)
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
-        for index, layout in enumerate(self._layouts):
-            if set(batch) <= set(layout.names):
-                return self._filled(batch, index)
+        fitting = [index for index, layout in enumerate(self._layouts) if set(batch) <= set(layout.names)]
+        if fitting:  # of those that have a label where batches are told apart by one, the first that was seen
+            return self._filled(batch, max(fitting, key=lambda index: self.labels.told_in(self._layouts[index].names)))
         known = [list(layout.names) for layout in self._layouts]
         raise SizeError(
             f"Sizes were asked for {sorted(batch)}, but the batches so far had {known or 'not been seen'}. Name "

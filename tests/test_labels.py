@@ -125,6 +125,8 @@ def test_sizes_are_others_only_where_something_is_told_apart() -> None:
     assert apart[0] == apart[2]
     assert apart[0].layout != apart[1].layout
     assert tracker.look({"ids": IDS, "task": "a"}) == apart[0]
+    assert tracker.look({"batch": 2}) == apart[0]
+    assert tracker.look({"batch": 2, "task=b": 1}) == apart[1]
     other = SizeTracker()
     other.load_state_dict(tracker.state_dict())
     assert other.observe({"ids": IDS, "task": "b"}) == apart[1]
