@@ -17,8 +17,7 @@ import torch
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
-from lightning_mimose.measure.meters.blind import BlindMeter
-from lightning_mimose.measure.meters.dispatch import DispatchMeter
+from lightning_mimose.measure.meters.dispatch import BlindMeter, DispatchMeter
 from lightning_mimose.measure.meters.profiler import ProfilerMeter, is_free
 
 

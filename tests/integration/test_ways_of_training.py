@@ -587,6 +587,16 @@ def test_compiled_blocks(task: type[Task]) -> None:
     compiled(task)
 
 
+def needs_compiler() -> None:
+    """Skips the test where no compiler for generated code is installed."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        torch.compile(torch.sin)(torch.ones(3))
+    except (InductorError, RuntimeError) as error:
+        pytest.skip(f"torch's compiler does not work here: {str(error)[:80]}")
+
+
 @pytest.mark.slow
 @dynamo
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated")  # inductor's own
@@ -594,12 +604,7 @@ def test_compiled_blocks(task: type[Task]) -> None:
 @pytest.mark.conformance(WAYS, "torch.compile of each block", "works")
 def test_compiled_blocks_with_inductor() -> None:
     """The same with generated code, where a compiler for it is installed."""
-    from torch._inductor.exc import InductorError
-
-    try:
-        torch.compile(torch.sin)(torch.ones(3))
-    except (InductorError, RuntimeError) as error:
-        pytest.skip(f"torch's compiler does not work here: {str(error)[:80]}")
+    needs_compiler()
     compiled(Inductor)
 
 
@@ -659,12 +664,8 @@ def test_a_lightning_module_that_is_one_graph() -> None:
 def test_compiled_blocks_under_a_profiler() -> None:
     """Nothing is measured then: a mode, by which memory could be counted, would have torch compile nothing."""
     from torch._dynamo.utils import counters
-    from torch._inductor.exc import InductorError
 
-    try:
-        torch.compile(torch.sin)(torch.ones(3))
-    except (InductorError, RuntimeError) as error:
-        pytest.skip(f"torch's compiler does not work here: {str(error)[:80]}")
+    needs_compiler()
     weights = []
     for others in ([], [MimoseCallback("1GB")]):
         torch._dynamo.reset()
