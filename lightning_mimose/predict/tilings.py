@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ EDGES: tuple[Literal["fine", "coarse"], ...] = ("fine", "coarse")
 
 @dataclass(frozen=True)
 class Tiling:
-    """A surface in two roundings, and what is added where the coarser one pads.
+    """A surface in two roundings, their product, and what is added where the coarser one pads.
 
     Attributes:
         sides: Names of the dimensions that are multiplied: two, or one twice where images are square.
@@ -31,6 +31,7 @@ class Tiling:
         coarse: The same for the other surface; as `fine` for none.
         edges: Which surface is there once more where the coarse rounding pads a side, as a copy with or without edges.
         stem: What sides are rounded down to multiples of before all else: pixels that no patch takes.
+        attends: Whether the product of both surfaces is there as well, or the square of one: scores of attention.
     """
 
     sides: tuple[str, ...]
@@ -39,6 +40,7 @@ class Tiling:
     coarse: int
     edges: Literal["fine", "coarse"] | None = None
     stem: int = 1
+    attends: bool = False
 
     def design(self, sizes: Sequence[Mapping[str, int]]) -> Floats:
         """The features of some sizes, shape (sizes, features).
@@ -103,18 +105,22 @@ class Surfaces:
 
 def designs(tilings: Sequence[Tiling], surfaces: Surfaces) -> Floats:
     """The features of some sizes in tilings that have equally many, shape (tilings, sizes, features)."""
-    first = tilings[0]
-    columns = [[surfaces.of(each, each.fine) for each in tilings]]
-    if first.coarse != first.fine:
-        columns.append([surfaces.of(each, each.coarse) for each in tilings])
-    if first.edges is not None:
-        copied = [surfaces.of(each, each.fine if each.edges == "fine" else each.coarse) for each in tilings]
-        columns.append([surface * surfaces.pads(each) for surface, each in zip(copied, tilings, strict=True)])
-    features = np.array(columns)
-    ones = np.ones((1, *features.shape[1:]))
-    if first.batch is not None:
-        features = np.concatenate([ones, features]) * surfaces.side(first.batch)
-    return np.ascontiguousarray(np.concatenate([ones, features]).transpose(1, 2, 0))
+    features = np.array([_columns(each, surfaces) for each in tilings])
+    ones = np.ones((len(tilings), 1, features.shape[2]))
+    if tilings[0].batch is not None:
+        features = np.concatenate([ones, features], axis=1) * surfaces.side(tilings[0].batch)
+    return np.ascontiguousarray(np.concatenate([ones, features], axis=1).transpose(0, 2, 1))
+
+
+def _columns(tiling: Tiling, surfaces: Surfaces) -> list[Floats]:
+    """What a tiling adds up, but for the constant and the batch."""
+    fine, coarse = surfaces.of(tiling, tiling.fine), surfaces.of(tiling, tiling.coarse)
+    found = [fine] if tiling.fine == tiling.coarse else [fine, coarse]
+    if tiling.attends:
+        found.append(fine * coarse)
+    if tiling.edges is not None:
+        found.append((fine if tiling.edges == "fine" else coarse) * surfaces.pads(tiling))
+    return found
 
 
 def _rounded(side: Side, multiple: int) -> Side:
@@ -142,6 +148,8 @@ def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1, most: int 
     if most <= features:
         return
     pairs = [(fine, coarse) for coarse in every for fine in every if abs(fine) < abs(coarse) and coarse % fine == 0]
-    yield [Tiling(sides, batch, fine, coarse, stem=stem) for fine, coarse in pairs]
+    doubles = [Tiling(sides, batch, fine, coarse, stem=stem) for fine, coarse in pairs]
+    yield [*(replace(single, attends=True) for single in singles), *doubles]
     if most > features + 1:
-        yield [Tiling(sides, batch, fine, coarse, edges, stem) for fine, coarse in pairs for edges in EDGES]
+        edged = [replace(double, edges=edges) for double in doubles for edges in EDGES]
+        yield [*(replace(double, attends=True) for double in doubles), *edged]

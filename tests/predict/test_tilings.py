@@ -24,6 +24,16 @@ def test_sides_are_rounded_up_or_down(multiple: int, surface: int) -> None:
     assert features.tolist() == [[1, surface]]
 
 
+def test_scores_go_with_the_square_of_a_rounded_surface() -> None:
+    """Or with two of them: attention over a map whose sides were halved, rounded up, three times."""
+    height, width = 33, 50
+    tokens = 5 * 7
+    features = Tiling(SIDES, "batch", 8, 8, attends=True).design([size(height, width, 3)])
+    assert features.tolist() == [[1, 3, 3 * 64 * tokens, 3 * (64 * tokens) ** 2]]
+    features = Tiling(SIDES, None, 2, 8, attends=True).design([size(height, width)])
+    assert features.tolist() == [[1, 34 * 50, 64 * tokens, 34 * 50 * 64 * tokens]]
+
+
 @pytest.mark.parametrize("edges", EDGES)
 def test_what_pads_is_there_only_where_it_pads(edges: str) -> None:
     """Images that are whole windows are not copied."""
@@ -51,6 +61,8 @@ def test_many_candidates_at_once_have_the_features_of_each(stem: int, batch: str
         sides = [dims[name] // tiling.stem * tiling.stem for name in SIDES]
         fine, coarse = (prod(-(-side // each) * each for side in sides) for each in (tiling.fine, tiling.coarse))
         found = [fine] if tiling.fine == tiling.coarse else [fine, coarse]
+        if tiling.attends:
+            found.append(fine * coarse)
         if tiling.edges is not None:
             padded = any(-(-side // tiling.fine) * tiling.fine % tiling.coarse for side in sides)
             found.append((fine if tiling.edges == "fine" else coarse) * padded)
