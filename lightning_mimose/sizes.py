@@ -280,7 +280,7 @@ class SizeTracker:
         if self._apart and BATCH in dims:
             # Unrelated leading axes that happen to agree this once are no shared axis and no new layout.
             apart = names_of(leaves, share=False)
-            if frozenset(apart) in self._index:
+            if frozenset(apart | self.labels.dims) in self._index:
                 return apart
         return dims
 

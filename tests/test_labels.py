@@ -126,6 +126,13 @@ def test_sizes_are_others_only_where_something_is_told_apart() -> None:
     assert apart[0].layout != apart[1].layout
     assert tracker.look({"ids": IDS, "task": "a"}) == apart[0]
     assert tracker.look({"batch": 2}) == apart[0]
+    unrelated = SizeTracker()
+    unrelated.labels.tell("task")
+    sizes = [
+        unrelated.observe({"nodes": torch.zeros(n, 3), "edges": torch.zeros(m, 2), "task": "a"})
+        for n, m in ((4, 9), (8, 8))  # which agree by chance
+    ]
+    assert sizes[0].layout == sizes[1].layout
     assert tracker.look({"batch": 2, "task=b": 1}) == apart[1]
     other = SizeTracker()
     other.load_state_dict(tracker.state_dict())

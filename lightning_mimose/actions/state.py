@@ -23,6 +23,7 @@ from lightning_mimose.actions.late import LateWrites, Look
 from lightning_mimose.actions.setting import OWN, Settings
 from lightning_mimose.actions.stored import is_activation, lost
 from lightning_mimose.errors import MimoseError, is_out_of_memory
+from lightning_mimose.parts import plain_parts
 
 _HOST = torch.device("cpu")
 
@@ -130,8 +131,9 @@ class WrittenState:
         if known is None:
             return 0
         values = [_look(ref(), name) for ref, name in known if ref is not None]
-        written = [value.nbytes for value in values if isinstance(value, torch.Tensor) and not is_activation(value)]
-        return sum(written) + self._late(mode, known).copied_bytes()
+        written = [value for value in values if isinstance(value, torch.Tensor) and not is_activation(value)]
+        written_bytes = sum(part.nbytes for value in written for part in plain_parts(value))
+        return written_bytes + self._late(mode, known).copied_bytes()
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.

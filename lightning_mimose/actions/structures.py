@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class _Inside(NamedTuple):
-    """A dataclass's object among the leaves of pytree: at which place, of which class, and how it is built."""
+    """A dataclass's object among the leaves of pytree: at which place, of which class, and how it is built.
+
+    Or, where it was there before, how many others were before it was first.
+    """
 
     place: int
     kind: type
     names: tuple[str, ...]
     spec: Any
+    again: int | None = None
 
 
 class Structure(NamedTuple):
@@ -51,9 +56,14 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         return outer, Structure(spec)
     leaves: list[Any] = []
     inside: list[_Inside] = []
+    known: dict[int, int] = {}
     for place, leaf in enumerate(outer):
         if not _is_taken_apart(leaf):
             leaves.append(leaf)
+            continue
+        again = known.setdefault(id(leaf), len(inside))
+        if again < len(inside):  # one that is given twice is one: what is written through either is read through both
+            inside.append(_Inside(place, type(leaf), (), None, again))
             continue
         held = _held(leaf)
         found, inner = tree_flatten(list(held.values()))
@@ -72,7 +82,11 @@ def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
     for each in structure.inside:
         before = each.place - len(outer)
         outer += rest[at : at + before]
-        at += before + each.spec.num_leaves
+        at += before
+        if each.again is not None:
+            outer.append(outer[structure.inside[each.again].place])
+            continue
+        at += each.spec.num_leaves
         made: Any = object.__new__(each.kind)
         values = tree_unflatten(rest[at - each.spec.num_leaves : at], each.spec)
         for name, value in zip(each.names, values, strict=True):
@@ -82,9 +96,19 @@ def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
 
 
 def _is_taken_apart(leaf: Any) -> bool:
-    kind = type(leaf)
-    plain = dataclasses.is_dataclass(kind) and kind.__new__ is object.__new__
-    return plain and not isinstance(leaf, (torch.Tensor, nn.Module)) and not callable(leaf)
+    kind: Any = leaf.__class__
+    return not isinstance(leaf, (torch.Tensor, nn.Module)) and not callable(leaf) and _is_plain(kind)
+
+
+@cache
+def _is_plain(kind: Any) -> bool:
+    """Whether a class is a dataclass whose objects hold nothing but fields and what is in their dictionary."""
+    bases: tuple[type, ...] = kind.__mro__
+    if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
+        return False
+    slots = [vars(base).get("__slots__", ()) for base in bases]
+    names = {name for each in slots for name in ((each,) if isinstance(each, str) else each)}
+    return names <= {"__dict__", "__weakref__", *(field.name for field in dataclasses.fields(kind))}
 
 
 def _held(leaf: Any) -> dict[str, Any]:

@@ -111,15 +111,17 @@ class Attachment:
         """The most saving plan does not fit: let the allocator have more, where the user wants to go on with it.
 
         Returns:
-            Whether it may have more, until the step is over.
+            Whether it may have more, until a step has fitted.
         """
         gives_way = self._cap.give_way()
         if gives_way:
-            self._advisor.announce("mimose: this step fits no plan: the allocator may go beyond the budget for it")
+            self._advisor.announce(
+                "mimose: this step fits no plan: the allocator may go beyond the budget until one does"
+            )
         return gives_way
 
     def keep_budget(self) -> None:
-        """The step is over: hold the allocator to the budget again."""
+        """A step has fitted: hold the allocator to the budget again."""
         self._cap.renew()
 
     @property

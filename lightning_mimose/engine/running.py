@@ -200,7 +200,9 @@ class Running:
         session.disarm(ran=ran)
         if self._tenancy is not None:
             self._tenancy.end()
-        self._attachment.keep_budget()
+        # Else the next one may be like it, and would have to fail first.
+        if (step.measured_peak_bytes or 0) <= self._advisor.budget_bytes:
+            self._attachment.keep_budget()
         if self._attachment.has_news:
             self._attachment.take_refusals()
         if armed:  # else no unit can have been tried

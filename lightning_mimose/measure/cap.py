@@ -78,7 +78,7 @@ class ReservedCap:
         return self.in_force and not self._lasts
 
     def give_way(self) -> bool:
-        """The step does not fit into it: put the old limit back for it, if it may be, and say whether that was so."""
+        """A step does not fit into it: put the old limit back, if it may be, and say whether that was so."""
         gives_way = self.may_give_way
         if gives_way:
             self.restore()
@@ -86,7 +86,7 @@ class ReservedCap:
         return gives_way
 
     def renew(self) -> None:
-        """The step is over: set the cap again, if it gave way to it."""
+        """A step has fitted: set the cap again, if it gave way."""
         if self._gave_way:
             self._gave_way = False
             self.apply()

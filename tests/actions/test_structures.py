@@ -78,7 +78,32 @@ def test_what_changes_one_of_them_changes_no_other() -> None:
     assert torch.equal(unflatten(leaves, structure).hidden, torch.ones(1))
 
 
-@pytest.mark.parametrize("leaf", [Table(3), State(State, (torch.ones(1), 1)), State, object()])  # type: ignore[arg-type]
+def test_an_object_that_is_given_twice_is_one() -> None:
+    """Whatever is between and behind."""
+    state, other = State(torch.ones(1), (torch.ones(2), 7)), Frozen(torch.ones(3))
+    leaves, structure = flatten(([state, 1], other, state, {"again": state, "last": other}, 2))
+    assert len(leaves) == 7
+    (first, one), second, third, last, two = unflatten(leaves, structure)
+    assert first is third is last["again"]
+    assert second is last["last"]
+    assert first is not state
+    assert (one, two) == (1, 2)
+
+
+class Base:
+    """Has room for what is no field."""
+
+    __slots__ = ("cache",)
+
+
+@dataclass
+class Derived(Base):
+    """Inherits it."""
+
+    hidden: int
+
+
+@pytest.mark.parametrize("leaf", [Derived(3), Table(3), State(State, (torch.ones(1), 1)), State, object()])  # type: ignore[arg-type]
 def test_others_are_leaves(leaf: Any) -> None:
     """Whatever class it is, of which nobody knows how its objects are made; and inside a dataclass's object."""
     found = flatten([State(leaf, (torch.ones(1), 1)) if isinstance(leaf, State) else leaf])[0]
