@@ -6,6 +6,7 @@ and a batch comes with few words or whole numbers that are met again and again, 
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, islice
@@ -16,8 +17,11 @@ from torch import Tensor
 
 MOST_VALUES, MOST_TOGETHER = 8, 16
 """Values of one label, and of all that are told apart: what has more is a name of its batch, and tells nothing."""
-MOST_LABELS, MOST_ITEMS, DEEPEST = 16, 64, 3
-"""Labels that are followed, items of a container that are looked at, and containers inside one another."""
+MOST_LABELS, MOST_ITEMS, MOST_PARTS, DEEPEST = 16, 64, 8, 3
+"""Labels of a batch, items of a container that are looked at, of a list that is none of samples, and containers inside
+one another."""
+MOST_PATHS = 64
+"""Places that are followed at all: the names of samples are none."""
 REPEATED = 3
 """How often values have to have come again before a label may tell anything."""
 LONGEST = 64
@@ -87,9 +91,10 @@ class Labels:
 
     def observe(self, batch: Any) -> None:
         """A batch is next."""
-        self._now = {}
-        for path, value in islice(_labels(batch, "", DEEPEST), MOST_LABELS):
-            if path in self._hopeless:
+        self.clear()
+        for path, value in _labels(batch):
+            is_full = len(self._labels) + len(self._hopeless) >= MOST_PATHS
+            if path in self._hopeless or (is_full and path not in self._labels):
                 continue
             label = self._labels.setdefault(path, _Label())
             label.values.setdefault(value, _Steps())
@@ -98,6 +103,10 @@ class Labels:
                 self.drop(path)
             else:
                 self._now[path] = value
+
+    def clear(self) -> None:
+        """The next batch has no labels."""
+        self._now = {}
 
     def drop(self, path: str) -> None:
         """Look at a label no more: it tells nothing."""
@@ -113,7 +122,7 @@ class Labels:
 
     def dims_of(self, batch: Any) -> dict[str, int]:
         """The same of another batch, from which nothing is learnt."""
-        return self._dims(dict(_labels(batch, "", DEEPEST))) if self.told else {}
+        return self._dims(dict(_labels(batch))) if self.told else {}
 
     def _dims(self, values: Mapping[str, Value]) -> dict[str, int]:
         return {f"{path}={values[path]}": 1 for path in self.told if path in values}
@@ -166,30 +175,47 @@ class Labels:
         self.told = tuple(told)
 
 
-def _labels(value: Any, path: str, depth: int) -> Iterable[tuple[str, Value]]:
-    """The words and whole numbers in a batch, and where they are."""
+def _labels(batch: Any) -> list[tuple[str, Value]]:
+    """The words and whole numbers in a batch, and where they are; none in one that cannot be looked through."""
+    found: list[tuple[str, Value]] = []
+    try:
+        _collect(batch, "", DEEPEST, found)
+    except Exception:  # a mapping that decodes its items when it is asked for them, say
+        return []
+    return found
+
+
+def _collect(value: Any, path: str, depth: int, found: list[tuple[str, Value]]) -> None:
     kind = type(value)
-    if kind is Tensor:
+    if kind in _NOTHING or len(found) == MOST_LABELS:
         return
     if kind is str or kind is int or kind is bool:
         if kind is not str or len(value) <= LONGEST:
-            yield path, value
+            found.append((path, value))
         return
-    prefix = f"{path}." if path else ""
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, (dict, UserDict)):
+        items = value.items()
     elif isinstance(value, (list, tuple)):
-        # As a loader collates the same word of every sample.
-        if value and type(value[0]) is str and all(type(each) is str for each in value):
-            if len(value) <= MOST_ITEMS and len(set(value)) == 1:
-                yield from _labels(value[0], path, depth)
-            return
         names = getattr(kind, "_fields", None)
+        if len(value) > MOST_ITEMS:
+            return
+        if value and type(value[0]) is str:  # as a loader collates the same word of every sample
+            if all(each == value[0] for each in value):
+                _collect(value[0], path, depth, found)
+            return
+        if names is None and len(value) > MOST_PARTS:
+            return
         items = enumerate(value) if names is None else zip(names, value, strict=False)
     elif hasattr(kind, "__dataclass_fields__"):
         items = [(name, getattr(value, name, None)) for name in kind.__dataclass_fields__]
     else:
         return
     if depth:
+        prefix = f"{path}." if path else ""
         for name, item in islice(items, MOST_ITEMS):
-            yield from _labels(item, f"{prefix}{name}", depth - 1)
+            if type(item) not in _NOTHING:
+                _collect(item, f"{prefix}{name}", depth - 1, found)
+
+
+_NOTHING = frozenset({Tensor, float, complex, bytes, type(None)})

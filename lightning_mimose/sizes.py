@@ -132,7 +132,7 @@ class SizeTracker:
         shapes = _shapes(batch) if self.size_fn is None else None
         if shapes is None:
             return self._observe(batch)
-        self.labels.observe(None)
+        self.labels.clear()
         known = self._by_shapes.get(shapes)
         if known is None:  # another batch of these shapes would teach nothing
             known = self._observe(batch)

@@ -124,7 +124,19 @@ def is_compiled(module: nn.Module) -> bool:
 
 def runs_compiled(model: nn.Module) -> bool:
     """Whether a module of a model is compiled, or has an attribute that is a function for which code was generated."""
-    return any(is_compiled(part) or any(map(_is_generated, vars(part).values())) for part in model.modules())
+    parts = list(model.modules())
+    return any(is_compiled(part) or any(map(_is_generated, vars(part).values())) for part in parts) or any(
+        map(_calls_generated, {type(part) for part in parts})
+    )
+
+
+def _calls_generated(kind: type) -> bool:
+    """Whether a method of a class is compiled, or its forward names a compiled function."""
+    code = getattr(kind.forward, "__code__", None)  # type: ignore[attr-defined]
+    known = getattr(kind.forward, "__globals__", {})  # type: ignore[attr-defined]
+    named = [known.get(name) for name in code.co_names] if code is not None else []
+    own = [value for base in kind.__mro__ if base is not nn.Module for value in vars(base).values()]
+    return any(map(_is_generated, [*named, *own]))
 
 
 def _is_generated(value: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mimose.labels import MOST_VALUES, Labels
+from lightning_mimose.labels import MOST_PATHS, MOST_VALUES, Labels
 from lightning_mimose.sizes import SizeTracker
 
 IDS = torch.zeros(2, 8)
@@ -99,6 +99,25 @@ def test_what_took_another_amount_of_memory_may_be_told_apart_by_what_comes_agai
         labels.tell(path)
     assert found == ["split", "half"]
     assert followed(lambda step: {"task": "abcd"[step % 4]}, lambda step: 70, 4).suspect() is None
+
+
+class Lazy(dict[str, Any]):
+    """Decodes its items when it is asked for them."""
+
+    def items(self) -> Any:
+        """Not all of them can be."""
+        raise KeyError("lazy column")
+
+
+def test_batches_that_cannot_be_looked_through_have_no_labels() -> None:
+    """Nor are samples looked through, and no more places are followed than a batch may have."""
+    labels = Labels()
+    for batch in (Lazy(task="a"), {"boxes": [["a"]] * 64}, {"names": ["a"] * 100}, {"x": [0.5] * 4}):
+        labels.observe(batch)
+        assert labels._now == {}
+    for step in range(500):
+        labels.observe({f"sample {step}": step, "task": "ab"[step % 2]})
+    assert len(labels._labels) <= MOST_PATHS
 
 
 @given(st.lists(st.one_of(st.integers(0, 20), st.text(max_size=3)), max_size=60))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_mimose.errors import UnitsError
-from lightning_mimose.units import Unit, find_units
+from lightning_mimose.units import Unit, find_units, runs_compiled
 from tests.helpers.hub import HUB, bert
 from tests.helpers.models import Block, TinyNested, TinyText, TinyVision
 
@@ -253,3 +254,46 @@ def test_blocks_of_one_layer_shelter_whatever_is_beside_them(block: type[nn.Modu
     """They hold more than they are given, so the whole chain in one region spares less, with or without other units."""
     shelter = [unit.name for unit in find_units(Around(block)) if unit.shelter]
     assert shelter == ["before", *(f"net.{i}" for i in range(12)), "head"]
+
+
+GENERATED: Any = torch.sin
+
+
+class Named(nn.Module):
+    """Its forward calls a function of its module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its sine."""
+        found: torch.Tensor = GENERATED(x)
+        return found
+
+
+class Attribute(nn.Module):
+    """Holds a compiled function."""
+
+    def __init__(self, backend: str = "inductor") -> None:
+        super().__init__()
+        self.function: Any = torch.compile(torch.cos, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated")  # inductor's own
+def test_compiled_code_is_found_where_modules_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for backends that generate none, and call torch's operators."""
+
+    class Method(nn.Module):
+        """Its forward was compiled where its class was made."""
+
+        @torch.compile
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """The same."""
+            return x
+
+    block = nn.Linear(2, 2)
+    assert not runs_compiled(nn.Sequential(block, Attribute("eager"), TinyText(), Named()))
+    parts: list[Any] = [Method(), Attribute(), torch.compile(nn.Linear(2, 2))]
+    for part in parts:
+        assert runs_compiled(nn.Sequential(nn.Linear(2, 2), part))
+    monkeypatch.setitem(globals(), "GENERATED", torch.compile(torch.sin))
+    assert runs_compiled(nn.Sequential(Named()))
+    block.compile()
+    assert runs_compiled(nn.Sequential(block))

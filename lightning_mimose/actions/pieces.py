@@ -41,6 +41,10 @@ class Pieces:
         self._inside.append(name)
         return self._around not in self._varying
 
+    def cut_short(self) -> None:
+        """The step ended where it was, or runs again: what is still missing says nothing."""
+        self._around = None
+
     def end(self) -> None:
         """Nothing more is inside: another unit begins, or another step."""
         if self._around is not None and self._inside != self._usual.setdefault(self._around, self._inside):

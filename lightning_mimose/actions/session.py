@@ -287,6 +287,10 @@ class Session:
                 self.refused.setdefault(name, reason)
         self.actions = self.standing(self.actions)
 
+    def cut_short(self) -> None:
+        """The step ended in its midst, or runs again."""
+        self._pieces.cut_short()
+
     def passes_by(self, name: str) -> None:
         """A unit is called without gradients (a teacher, a target): a moment of the step, in one that is recorded."""
         self.passed_by, recorder = True, self.recorder

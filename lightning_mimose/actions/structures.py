@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_mimose.actions.members import SIMPLE
+
 
 class _Inside(NamedTuple):
     """A dataclass's object among the leaves of pytree: at which place, of which class, and how it is built.
@@ -97,7 +99,9 @@ def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
 
 def _is_taken_apart(leaf: Any) -> bool:
     kind: Any = leaf.__class__
-    return not isinstance(leaf, (torch.Tensor, nn.Module)) and not callable(leaf) and _is_plain(kind)
+    if kind in SIMPLE or isinstance(leaf, (torch.Tensor, nn.Module)):
+        return False
+    return _is_plain(kind) and not callable(leaf)
 
 
 @cache

@@ -45,6 +45,7 @@ class Attachment:
         self._patched: tuple[Unit, ...] = ()
         self._left_out: set[str] = set()
         self._told: set[str] = set()
+        self._gave_way = False
 
     def attach(self) -> None:
         """Patch the units, and switch off what would defeat them.
@@ -114,7 +115,8 @@ class Attachment:
             Whether it may have more, until a step has fitted.
         """
         gives_way = self._cap.give_way()
-        if gives_way:
+        if gives_way and not self._gave_way:
+            self._gave_way = True
             self._advisor.announce(
                 "mimose: this step fits no plan: the allocator may go beyond the budget until one does"
             )

@@ -210,6 +210,8 @@ class Decisions:
                     self._refuser.by_update(size, resident)
             except BudgetInfeasibleError as found:
                 error = found
+        elif (advice.predicted_peak_bytes or 0) > self._advisor.budget_bytes:  # as was said of its size before
+            self._refuser.exceed()
         actions = None
         if self.agreement is not None:
             advice, actions = self._consensus.reach(self.agreement, size, resident, advice, error)

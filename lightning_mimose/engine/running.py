@@ -196,6 +196,8 @@ class Running:
         self._metering.close(step)
         self._inlets.close()
         session, self.step = self._session, None
+        if not ran:
+            session.cut_short()
         armed = session.armed
         session.disarm(ran=ran)
         if self._tenancy is not None:
@@ -237,6 +239,7 @@ class Running:
         counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
         failed = counters.read(self._device) if counted else None
         self._metering.stop(step)
+        session.cut_short()
         step.in_backward, step.retried, mixed, step.mixed = False, True, step.mixed, False
         self._attachment.take_refusals()
         if leaner and not session.compared:  # a trial beside the step was not what had been planned

@@ -44,7 +44,10 @@ class Unlike:
             size: The batch's size.
             count: How many operations with gradients it had.
         """
-        self._tell_apart(self._advisor.tracker.labels.ran(size, size.layout, count))
+        label = self._advisor.tracker.labels.ran(size, size.layout, count)
+        if label is not None:
+            self._suspect, self._misses = label, 0
+            self._tell_apart(label)
 
     def compare(self, predicted_bytes: int, reached_bytes: int) -> None:
         """Hold what a planned step has reached against what was predicted."""

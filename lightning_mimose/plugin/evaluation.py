@@ -57,11 +57,12 @@ class EvaluationMeter:
         """Stop measuring, if a batch was being measured."""
         if self._meter is not None:
             intervals, self._meter = self._meter.stop(), None
-            took = max((i.peak_bytes for i in intervals), default=0)
-            self.peaks[self._stage] = max(self._resident_bytes + took, self.peaks.get(self._stage, 0))
-            key = self._stage, self._loader
-            largest, most = self._known.get(key, (0, 0))
-            self._known[key] = max(largest, self._batch_bytes), max(most, took)
+            if intervals:  # else nothing could be measured
+                took = max(i.peak_bytes for i in intervals)
+                self.peaks[self._stage] = max(self._resident_bytes + took, self.peaks.get(self._stage, 0))
+                key = self._stage, self._loader
+                largest, most = self._known.get(key, (0, 0))
+                self._known[key] = max(largest, self._batch_bytes), max(most, took)
         if self._tenancy is not None:
             self._tenancy.end()
             self._tenancy = None
