@@ -74,6 +74,18 @@ def unrepeatable_argument(leaves: Sequence[Any]) -> str | None:
     return None
 
 
+def given_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """A container that a call is given twice, in words; None if there is none.
+
+    A recomputation would be given two, and not read in one what it writes into the other.
+    """
+    containers = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, dict))]
+    if len(containers) < 2:
+        return None
+    repeated = next((each for i, each in enumerate(containers) if any(each is other for other in containers[:i])), None)
+    return None if repeated is None else f"{type(repeated).__name__} twice, which would be two when it runs again"
+
+
 def recompute(
     original: Callable[..., Any],
     args: tuple[Any, ...],

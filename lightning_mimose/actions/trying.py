@@ -16,7 +16,7 @@ from torch import nn
 from lightning_mimose.actions.lean.saves import RETURNED, LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.proof import find_carried, prove
-from lightning_mimose.actions.recompute import unrepeatable_argument
+from lightning_mimose.actions.recompute import given_twice, unrepeatable_argument
 from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.split import Divisible, Seam
 from lightning_mimose.actions.state import WrittenState
@@ -60,7 +60,7 @@ class Findings:
             kwargs: Its keyword arguments.
         """
         name, session = self._name, self._session
-        unrepeatable = unrepeatable_argument(leaves)
+        unrepeatable = unrepeatable_argument(leaves) or given_twice(args, kwargs)
         if self._generator_is_out_of_sight(leaves):
             session.refuse(
                 {name: "it is given no tensor on its device, so that device's generator would not be put back"}

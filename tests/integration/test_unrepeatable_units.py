@@ -180,6 +180,56 @@ def test_a_list_is_given_as_it_was() -> None:
     assert any(len(record.actions) == 3 for record in mimose.records if not record.sheltered)
 
 
+class Carrying(nn.Module):
+    """A block that writes into one list and reads another, which the network gives it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, written: list[torch.Tensor], read: list[torch.Tensor]) -> torch.Tensor:
+        written[0] = read[0] + self.layers(read[0])
+        return read[0] * read[0].sigmoid()
+
+
+class Carried(nn.Module):
+    """Three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Carrying() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            both = [x]
+            x = block(both, both)
+        return x.pow(2).mean()
+
+
+@pytest.mark.conformance(AREA, "a list that a block is given twice", "guarded")
+def test_a_list_that_is_given_twice_is_one() -> None:
+    """A recomputation would be given two: the block is left alone, its parts are planned."""
+    weights, told = [], ""
+    for budgeted in (False, True):
+        torch.manual_seed(0)
+        model = Carried()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [torch.randn(rows, 8) for rows in (16, 8, 12, 16)]
+        if budgeted:
+            with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=lambda module, x: module(x)) as mimose:
+                for batch in batches:
+                    mimose.step(batch)
+                told = str(mimose.report())
+        else:
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+        weights.append([*model.state_dict().values()])
+    assert all(map(torch.equal, *weights))
+    assert "list twice" in told
+
+
 class Telling(Base):
     """Counts outside of any module, but only when it counts."""
 
