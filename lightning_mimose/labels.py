@@ -67,6 +67,9 @@ class Labels:
     Those that are told apart by count as a dimension of their own, of 1, so that nothing is concluded from one to
     another. None is, as long as sizes tell all there is to know.
 
+    Args:
+        told: As they were told apart before.
+
     Attributes:
         told: Places in the batch by which batches are told apart.
 
@@ -83,8 +86,8 @@ class Labels:
         {'task=parse': 1}
     """
 
-    def __init__(self) -> None:
-        self.told: tuple[str, ...] = ()
+    def __init__(self, told: Iterable[str] = ()) -> None:
+        self.told = tuple(told)
         self._labels: dict[str, _Label] = {}
         self._hopeless: set[str] = set()
         self._now: dict[str, Value] = {}
@@ -168,11 +171,6 @@ class Labels:
     def tell(self, path: str) -> None:
         """Tell batches apart by a label, from now on."""
         self.told = (*self.told, path)
-
-    def load(self, told: Iterable[str]) -> None:
-        """Tell batches apart as it was done before, and know nothing else."""
-        self.__init__()  # type: ignore[misc]
-        self.told = tuple(told)
 
 
 def _labels(batch: Any) -> list[tuple[str, Value]]:

@@ -251,7 +251,7 @@ class SizeTracker:
         self.restart(state["level"], state["entries"])
         self.ignored.clear()
         self.ignored.update(state["ignored"])
-        self.labels.load(state.get("labels", ()))
+        self.labels = Labels(state.get("labels", ()))
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
         for saved in copy.deepcopy(state["layouts"]):
             layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])

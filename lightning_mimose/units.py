@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import getattr_static
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,11 +133,15 @@ def runs_compiled(model: nn.Module) -> bool:
 
 def _calls_generated(kind: type) -> bool:
     """Whether a method of a class is compiled, or its forward names a compiled function."""
-    code = getattr(kind.forward, "__code__", None)  # type: ignore[attr-defined]
-    known = getattr(kind.forward, "__globals__", {})  # type: ignore[attr-defined]
-    named = [known.get(name) for name in code.co_names] if code is not None else []
     own = [value for base in kind.__mro__ if base is not nn.Module for value in vars(base).values()]
-    return any(map(_is_generated, [*named, *own]))
+    return any(map(_is_generated, [*_named_by_forward(kind), *own]))
+
+
+def _named_by_forward(kind: Any) -> list[object]:
+    """What the forward of a class of modules names, of what is global there."""
+    code = getattr(kind.forward, "__code__", None)
+    known = getattr(kind.forward, "__globals__", {})
+    return [known.get(name) for name in code.co_names] if code is not None else []
 
 
 def _is_generated(value: object) -> bool:
@@ -155,10 +160,8 @@ def runs_torchscript(module: nn.Module) -> bool:
 def _names_script(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    code = getattr(type(module).forward, "__code__", None)
-    known = getattr(type(module).forward, "__globals__", {})
-    named = [known.get(name) for name in code.co_names] if code is not None else []
-    return any(isinstance(value, torch.jit.ScriptFunction) for value in [*named, *vars(module).values()])
+    values = [*_named_by_forward(type(module)), *vars(module).values()]
+    return any(isinstance(value, torch.jit.ScriptFunction) for value in values)
 
 
 def _is_closed(module: nn.Module) -> bool:

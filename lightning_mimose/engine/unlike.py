@@ -46,7 +46,6 @@ class Unlike:
         """
         label = self._advisor.tracker.labels.ran(size, size.layout, count)
         if label is not None:
-            self._suspect, self._misses = label, 0
             self._tell_apart(label)
 
     def compare(self, predicted_bytes: int, reached_bytes: int) -> None:
@@ -63,29 +62,29 @@ class Unlike:
     def _look_for_reason(self) -> None:
         labels = self._advisor.tracker.labels
         if self._suspect not in labels.told:
-            self._suspect, self._misses = labels.suspect(), 0
-            self._tell_apart(self._suspect)
+            self._tell_apart(labels.suspect())
             return
         self._misses += 1
         if self._suspect is not None and self._misses == MOST_MISSES:
             labels.drop(self._suspect)
-            self._missed.clear()
-            self.renews = True
-            self._advisor.announce(
+            self._renew(
                 f"mimose: steps differ for some other reason than {self._suspect!r} of the batch: what was learnt of "
                 "them is learnt anew, for all of its values together"
             )
 
     def _tell_apart(self, label: str | None) -> None:
-        if label is None:
-            return
-        self._advisor.tracker.labels.tell(label)
+        self._suspect, self._misses = label, 0
+        if label is not None:
+            self._advisor.tracker.labels.tell(label)
+            self._renew(
+                f"mimose: steps differ by {label!r} of the batch, which is no tensor: what was learnt of them is "
+                "learnt anew, for each value by itself"
+            )
+
+    def _renew(self, text: str) -> None:
         self._missed.clear()
         self.renews = True
-        self._advisor.announce(
-            f"mimose: steps differ by {label!r} of the batch, which is no tensor: what was learnt of them is learnt "
-            "anew, for each value by itself"
-        )
+        self._advisor.announce(text)
 
     def _advise(self, text: str | None) -> None:
         self._advisor.hints.pop("scatter", None)

@@ -284,8 +284,10 @@ class Observed:
             for pairs, values in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
                 step = Step(key, structure, np.array(values, dtype=np.float64))
-                # What is folded already does not tell how many calls it had.
-                _ = self._add(step, 0) if names_of(key) in self.loops.folds else self.add(*step, 0)
+                if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
+                    self._add(step, 0)
+                else:
+                    self.add(*step, 0)
         self.loops.load_state_dict(state)  # how often units were called in sizes that are not known any more, too
         bare = state.get("bare")
         self.bare = None if bare is None else tuple((name, int(value)) for name, value in bare)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fits import mimose, run, same
+from tests.helpers.fits import mimose, run
 from tests.helpers.models import Batch, Task, TinyText, text_batch
+from tests.helpers.pairs import pair
 
 TASKS = ("few", "some", "many", "deep")
 
@@ -69,12 +70,8 @@ def batches(count: int, labelled: Any) -> list[Batch]:
 def test_tasks_are_learnt_each_by_itself(task: type[Task]) -> None:
     """As soon as one of them has taken other memory, or had other operations, than its size had told."""
     data = batches(72, lambda number, name: {"task": name})
-    plain = run(task=task, data=data)
-    budget = plain.budget(0.5)
-    callback = mimose(budget)
-    fit = run(callback, task=task, data=data)
-    assert same(fit.weights(), plain.weights())
-    assert max(fit.peaks) <= budget
+    both = pair(0.5, data=data, task=task)
+    callback, fit = both.callback, both.budgeted
     assert sum(record.sheltered for record in callback.records[-12:]) <= 1
     assert sum(record.sheltered for record in callback.records) <= 40
     assert any(record.actions for record in callback.records[-12:] if not record.sheltered)

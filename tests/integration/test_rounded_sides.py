@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fits import mimose, run, same
 from tests.helpers.models import Batch, Task
+from tests.helpers.pairs import pair
 
 STEPS = 26
 
@@ -70,12 +70,8 @@ def test_scores_over_a_map_of_halved_sides_are_predicted() -> None:
         generator = torch.Generator().manual_seed(number)
         sides = chance.randrange(60, 180), chance.randrange(60, 180)
         data.append({"image": torch.randn(2, 3, *sides, generator=generator), "labels": torch.tensor([number % 4, 1])})
-    plain = run(task=Detecting, data=data)
-    budget = plain.budget(0.6)
-    callback = mimose(budget)
-    fit = run(callback, task=Detecting, data=data)
-    assert same(fit.weights(), plain.weights())
-    assert max(fit.peaks) <= budget
-    assert sum(record.sheltered for record in callback.records) <= STEPS // 2
-    for record, peak in zip(callback.records, fit.peaks, strict=True):
+    both = pair(0.6, data=data, task=Detecting)
+    records = both.callback.records
+    assert sum(record.sheltered for record in records) <= STEPS // 2
+    for record, peak in zip(records, both.budgeted.peaks, strict=True):
         assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)

@@ -42,16 +42,22 @@ def plainly(model: type[nn.Module]) -> Trained:
     return train(model, batches(model), loss_fn=loss_of)
 
 
+def assert_planned(plain: Trained, ours: Trained) -> None:
+    """Equal, within the budget, and never sheltered once loops are known."""
+    assert ours.mimose is not None
+    assert equal(plain, ours)
+    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
+    assert not any(record.sheltered for record in ours.mimose.records[LEARNING:])
+
+
 @pytest.mark.parametrize(("model", "share"), [(Writing, 0.8), (Within, 0.8), (Chunked, 0.6), (Remembering, 0.7)])
 def test_lengths_that_were_never_seen_are_planned(model: type[nn.Module], share: float) -> None:
     """Within the budget, with the same weights, and as predicted."""
     plain = plainly(model)
     ours = train(model, batches(model), plain.budget(share), loss_of)
+    assert_planned(plain, ours)
     assert ours.mimose is not None
     records = ours.mimose.records
-    assert equal(plain, ours)
-    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
-    assert not any(record.sheltered for record in records[LEARNING:])
     assert any(record.actions for record in records[LEARNING:])
     seen = {tuple(sorted(record.size.items())) for record in records[:LEARNING]}
     assert model in (Chunked, Remembering) or any(tuple(sorted(r.size.items())) not in seen for r in records[LEARNING:])
@@ -84,11 +90,9 @@ def test_loops_inside_of_loops_are_planned() -> None:
     texts = [document_of(rnd.randint(3, 9), rnd.randint(4, 10), number) for number in range(STEPS)]
     plain = train(Nested, texts, loss_fn=loss_of)
     ours = train(Nested, texts, plain.budget(0.6), loss_of)
+    assert_planned(plain, ours)
     assert ours.mimose is not None
     records = ours.mimose.records
-    assert equal(plain, ours)
-    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
-    assert not any(record.sheltered for record in records[LEARNING:])
     assert any(record.actions for record in records[LEARNING:])
     for record, peak in zip(records, ours.peaks, strict=True):
         if not record.sheltered and record.predicted_peak_bytes:
@@ -101,10 +105,8 @@ def test_truncated_backpropagation_is_planned() -> None:
     texts = [text_of(Truncated, rnd.randint(6, 14), number) for number in range(STEPS)]
     plain = train(Truncated, texts, loss_fn=loss_of)
     ours = train(Truncated, texts, plain.budget(0.8), loss_of)
+    assert_planned(plain, ours)
     assert ours.mimose is not None
-    assert equal(plain, ours)
-    assert max(ours.peaks) <= ours.mimose.budget_bytes < max(plain.peaks)
-    assert not any(record.sheltered for record in ours.mimose.records[LEARNING:])
     for record, peak in zip(ours.mimose.records, ours.peaks, strict=True):
         if not record.sheltered and record.predicted_peak_bytes:
             assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01), record.size
