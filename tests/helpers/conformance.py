@@ -35,6 +35,7 @@ class Conformance:
         self._config = config
         self._rows: dict[tuple[str, str], list[tuple[str, bool, str]]] = {}
         option = config.option
+        self._differs = False
         self._whole = not (option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False))
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -83,10 +84,16 @@ class Conformance:
             TABLE.write_text(self.text())
         elif self._compares(session) and (not TABLE.exists() or TABLE.read_text() != self.text()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            if reporter is not None:
-                told = "docs/conformance.md is not what these tests say: run `python -m pytest --conformance`."
-                reporter.write_line(told, red=True)
+            self._differs = True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        """Say it below everything else: the line of counts says only that every test passed."""
+        yield
+        if self._differs:
+            terminalreporter.section("FAILED", red=True)
+            told = "docs/conformance.md is not what these tests say: run `python -m pytest --conformance`."
+            terminalreporter.write_line(told, red=True)
 
     def _compares(self, session: pytest.Session) -> bool:
         every = self._whole and self._config.args_source == pytest.Config.ArgsSource.TESTPATHS
