@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.differences import Differences
 from lightning_mimose.predict.solving import LEVERAGE, Design, Solved, all_solved, designs_of
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Surfaces, Tiling, tilings
+from lightning_mimose.predict.tilings import MULTIPLES, STEMS, Surfaces, Tiling, attending, tilings
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ EXACT_SHARE = 1e-6
 FEWEST = 4
 """Sizes that are needed to see whether single surfaces describe a column: a factor, a constant, and two to spare."""
 MANY = 0.2
-"""Share of the columns that single surfaces have to describe: where they describe fewer, it is no pyramid."""
+"""Share of the columns that single surfaces have to describe, or their squares: where fewer, it is no pyramid."""
 MOST = 0.6
 """Share of them that any tilings have to."""
 ENOUGH = 200
@@ -156,8 +156,10 @@ def fit_locally(
 
     for stem in STEMS:
         candidates = tilings(sides, batch, stem, len(sizes) - 2)
-        singles = cache(partial(all_solved, next(candidates), surfaces))
-        found, _ = columns.exact([singles], some)
+        simplest = next(candidates)
+        singles = cache(partial(all_solved, simplest, surfaces))
+        # Where attention is most of what there is, few columns go with a surface without its square.
+        found, _ = columns.exact([singles, partial(all_solved, attending(simplest), surfaces)], some)
         if sum(each is not None for each in found) >= MANY * len(some):
             break
     else:

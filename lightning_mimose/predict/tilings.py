@@ -149,7 +149,12 @@ def tilings(sides: tuple[str, ...], batch: str | None, stem: int = 1, most: int 
         return
     pairs = [(fine, coarse) for coarse in every for fine in every if abs(fine) < abs(coarse) and coarse % fine == 0]
     doubles = [Tiling(sides, batch, fine, coarse, stem=stem) for fine, coarse in pairs]
-    yield [*(replace(single, attends=True) for single in singles), *doubles]
+    yield [*attending(singles), *doubles]
     if most > features + 1:
         edged = [replace(double, edges=edges) for double in doubles for edges in EDGES]
-        yield [*(replace(double, attends=True) for double in doubles), *edged]
+        yield [*attending(doubles), *edged]
+
+
+def attending(tilings: Sequence[Tiling]) -> list[Tiling]:
+    """The same with the product of both surfaces."""
+    return [replace(tiling, attends=True) for tiling in tilings]

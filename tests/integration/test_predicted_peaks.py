@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -185,6 +186,37 @@ def test_what_is_let_go_of_before_the_most_is_taken(block: Callable[[], Block], 
     Whether that is made in the step, or is a buffer.
     """
     check(block, {} if action is None else {"layers.0": action}, make=partial(Decoder, made=made))
+
+
+class Halving(nn.Module):
+    """Halves images three times, with sides rounded up, and attends over the map that is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in ((3, 8), (8, 16), (16, 16)))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            pixels = stage(pixels).relu()
+        x = pixels.flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_attention_over_images_of_any_size() -> None:
+    """A few sizes tell how both sides are rounded, and that scores go with the square of what is left."""
+    draw = random.Random(3)
+    images = [{"pixels": torch.ones(2, 3, draw.randrange(64, 144), draw.randrange(64, 144))} for _ in range(16)]
+    done = train(Halving, images, "2GB", lambda model, batch: model(batch["pixels"]))
+    planned = [
+        (record.predicted_peak_bytes, peak)
+        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
+        if not record.sheltered
+    ]
+    assert len(planned) >= 6
+    assert all(-1e-4 <= predicted / peak - 1 <= 0.01 for predicted, peak in planned)
 
 
 def check(
