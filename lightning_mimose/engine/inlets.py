@@ -21,16 +21,13 @@ as it ever was. Calls without gradients count nowhere.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from lightning_mimose.actions.foreign import in_backward
-from lightning_mimose.actions.patch import is_patched, patch, unpatch
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.dims import Leaf
@@ -44,11 +41,12 @@ from lightning_mimose.engine.arguments import (
     wants_gradient,
 )
 from lightning_mimose.engine.entries import Entries
+from lightning_mimose.engine.gates import Gates
 from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.sizes import BatchSize
-from lightning_mimose.units import Unit, is_compiled
+from lightning_mimose.units import Unit
 
 MOST_RISES = 2
 """How often sizes are read further inside for a unit that is not the step's first."""
@@ -95,10 +93,7 @@ class Inlets:
         self._model = type(model).__name__
         self._modules = {unit.name: unit.module for unit in units}
         self._names: dict[str, Sequence[str]] = {}
-        outermost = [unit.name for unit in units if unit.parent < 0]
-        around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
-        self._gates = {name: model.get_submodule(name) for name in sorted(around)}
-        self._patched: list[nn.Module] = []
+        self._gates = Gates(model, units)
         self._inputs = Inputs(units, self._tracker.ignored)
         self._risen: tuple[int, str] | None = None
         """Level from which sizes were read further inside for a unit that is not the first, and what is around that."""
@@ -113,7 +108,6 @@ class Inlets:
         self._size: BatchSize | None = None
         self._entries = Entries()
         self.outside = False
-        """Whether calls of modules around units count, for they are not inside one that did."""
 
     # --- between steps ----------------------------------------------------------------------------------------
 
@@ -141,13 +135,7 @@ class Inlets:
                 "is called"
             )
         self._blind = not (self._tracker.names or has_tensors(batch))
-        if not self._patched:
-            for name, gate in self._gates.items():
-                # One module may have several names, and a list of blocks is not called.
-                if not (is_compiled(gate) or is_patched(gate) or type(gate).forward is nn.Module.forward):
-                    switch = _Gate(self, name, positional_names(type(gate).forward))
-                    patch(gate, switch.around, switch)
-                    self._patched.append(gate)
+        self._gates.attach(self)
         return None
 
     def rise(self, why: str) -> bool:
@@ -176,8 +164,7 @@ class Inlets:
     def detach(self) -> None:
         """Leave the model as it was."""
         self.close()
-        while self._patched:
-            unpatch(self._patched.pop())
+        self._gates.detach()
 
     # --- in a step --------------------------------------------------------------------------------------------
 
@@ -233,7 +220,7 @@ class Inlets:
         self._session.await_none()
 
     def offer(self, name: str, leaves: Sequence[Leaf]) -> bool:
-        """A module around units is called with these tensors; returns whether that counts: no call inside does then."""
+        """See `gates.Calls`."""
         if self._waits:
             self._passed += 1
             if self._passed < self._tracker.level:
@@ -244,7 +231,7 @@ class Inlets:
         return True
 
     def end_call(self) -> None:
-        """A call that counted has returned."""
+        """See `gates.Calls`."""
         self.outside = self._step is not None
 
     def _unit_is_called(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -344,35 +331,3 @@ class Inlets:
             self._advisor.announce(f"mimose: {told} all the same: sizes are read where they were")
             return True
         return False
-
-
-class _Gate:
-    """What happens when a module around units is called. It holds no module: nothing of ours must keep one alive."""
-
-    stops = None
-
-    def __init__(self, inlets: Inlets, name: str, names: Sequence[str]) -> None:
-        self._inlets, self._name, self._names = weakref.ref(inlets), name, names
-
-    @property
-    def armed(self) -> bool:
-        """Whether its calls count now; without gradients (a teacher, a sample that is drawn) nothing is kept."""
-        inlets = self._inlets()
-        return inlets is not None and inlets.outside and torch.is_grad_enabled() and not in_backward()
-
-    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The handler that takes the place of its forward."""
-
-        def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            inlets = self._inlets()
-            given = named(self._names, args, kwargs)
-            leaves = [] if has_lists(given) else leaves_in(given)
-            if inlets is None or not leaves or not inlets.offer(self._name, leaves):
-                return original(*args, **kwargs)
-            inlets.outside = False
-            try:
-                return original(*args, **kwargs)
-            finally:
-                inlets.end_call()
-
-        return handler

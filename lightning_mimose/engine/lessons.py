@@ -13,7 +13,7 @@ from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advice import with_reserve
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.advise.hints import allocator_hint, attention_hint, size_hint, update_hint
-from lightning_mimose.budget import format_bytes
+from lightning_mimose.engine.judge import Judge, named_shortly
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.unlike import Unlike
@@ -68,7 +68,7 @@ class Lessons:
         self._laps: Laps[tuple[BatchSize, dict[str, str]]] = Laps(device)
         """Planned steps on an accelerator, forward and backward: size and actions of each."""
         self._timed = self._timed_since = 0
-        self._warned = self._unreached = self._told_apart = False
+        self._unreached = self._told_apart = False
         self._evaluates = False
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
@@ -76,6 +76,7 @@ class Lessons:
         self._resting = Resting()
         self.renews = False
         self.unlike = Unlike(advisor)
+        self._judge = Judge(advisor, session, self.unlike)
 
     @property
     def verified(self) -> int:
@@ -166,7 +167,7 @@ class Lessons:
         self._unmeasured = 0
         peak = self._take_peak(step, trace)
         if not step.sheltered or step.mixed:
-            self._compare(step, peak, whole=not self._evaluates)
+            self._judge.compare(step, peak, whole=not self._evaluates)
             return
         if step.learns:
             self._observe(step, trace)
@@ -195,7 +196,7 @@ class Lessons:
             peak, planned = step.measured_peak_bytes or 0, not step.sheltered or step.mixed
             self._update.evaluated(before_update, peak, planned=planned)
             if planned:
-                self._compare(step, peak, whole=True)
+                self._judge.compare(step, peak, whole=True)
         if (step.measured_peak_bytes or 0) > before_update > 0:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
@@ -213,7 +214,7 @@ class Lessons:
         missed = 0 if predicted is None or measured is None or self._session.compared else measured - predicted
         if self._advisor.learn_strangers(step.size, missed):
             self._advisor.announce(
-                f"mimose: batch {step.batch_idx} called {_named(self._session.met)}, of which its plan knew "
+                f"mimose: batch {step.batch_idx} called {named_shortly(self._session.met)}, of which its plan knew "
                 "nothing; the next steps are measured, to learn what that takes"
             )
 
@@ -248,70 +249,6 @@ class Lessons:
             fragmented = self._advisor.misses.fragmentation_bytes
             self._hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak
-
-    def _compare(self, step: Step, peak: int, *, whole: bool) -> None:
-        """A planned step: hold what it reached against what was predicted.
-
-        Args:
-            step: The step.
-            peak: What it reached.
-            whole: Whether it comes no further in its update.
-        """
-        if not step.strange:  # else it says nothing of the steps that it was taken for
-            self._judge(step, peak, whole=whole)
-        self._warn_of(step, peak)
-
-    def _judge(self, step: Step, peak: int, *, whole: bool) -> None:
-        """See `_compare`: what plans and predictions are worth."""
-        advisor, budget = self._advisor, self._advisor.budget_bytes
-        plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
-        exact = plan is not None and dict(plan) == step.actions  # not a bound for what another rank has planned
-        # What was compared beside it took memory of its own, but never more than the budget leaves.
-        clean = not self._session.compared or peak > budget
-        # Nor had one that ran again the old gradients, which had been let go of.
-        clean &= not step.retried or (predicted is not None and peak > predicted)
-        # Without a backward it says no more than that (a batch that was skipped).
-        clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
-        if plan is not None and predicted is not None and exact and clean and whole:
-            # The prediction covers the whole step, of which the update is still to come.
-            reached = max(peak, step.resident.update_bytes)
-            if not step.by_the_way or reached > predicted:
-                advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
-                self.unlike.compare(predicted, reached)
-        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
-            advisor.estimator.bounds.refute()
-        elif plan is not None and predicted is None and budget < peak:
-            advisor.not_beyond_shelter(step.size, step.resident, peak)
-
-    def _warn_of(self, step: Step, peak: int) -> None:
-        """Tell the user, once, that a planned step broke the budget though it was not expected to."""
-        advisor, budget = self._advisor, self._advisor.budget_bytes
-        predicted = step.advice.predicted_peak_bytes
-        if budget < peak and (predicted is None or predicted <= budget) and not self._warned:
-            self._warned = True
-            known = "a plan predicted to stay inside it. The next batches are planned with what was missing kept free."
-            unknown = "the leanest plan for a size that is not known well yet."
-            if step.strange:
-                known = unknown = (
-                    "a plan for steps without all of its operations (a loss that is added in some steps?). Where such "
-                    "steps come in a pattern, they are planned by what they take themselves from now on."
-                )
-            elif step.mixed:
-                unknown = "a plan for less than the model was called with in the end: only the last units recomputed."
-            elif step.advice.bounded:
-                unknown = (
-                    "no plan: the budget had seemed ample. Such batches recompute as much as they can from now on."
-                )
-            elif self._session.met:
-                known = unknown = (
-                    f"a plan that knew nothing of {_named(self._session.met)}, which was called all the same. "
-                    "The next batches are measured, to learn what that takes."
-                )
-            warnings.warn(
-                f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the "
-                f"budget of {format_bytes(budget)}, under {unknown if predicted is None else known}",
-                stacklevel=6,
-            )
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
         """A sheltered step: learn what every unit costs."""
@@ -373,7 +310,3 @@ class Lessons:
         self._advisor.hints.pop(about, None)
         if text is not None:
             self._advisor.hints[about] = text
-
-
-def _named(units: Sequence[str]) -> str:
-    return f"{units[0]!r}" + (f" and {len(units) - 1} more" if len(units) > 1 else "")

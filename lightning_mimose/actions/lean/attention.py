@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Handle, Recipe
+from lightning_mimose.actions.lean.handles import Handle
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import LIGHT
 from lightning_mimose.menu import ATTENTION
 

@@ -47,7 +47,8 @@ class Returned:
     """What lean units have returned so far in a step, as long as it is there.
 
     Example:
-        >>> from lightning_mimose.actions.lean.handles import Kept, Recipe
+        >>> from lightning_mimose.actions.lean.handles import Kept
+        >>> from lightning_mimose.actions.lean.recipe import Recipe
         >>> returned, hidden = Returned(), torch.ones(2, 2)
         >>> recipe = Recipe(torch.relu, [Kept(torch.ones(2, 2))], 16, (2, 2), 1, 4.0)
         >>> returned.add(hidden, recipe, "block", read=True)

@@ -21,7 +21,6 @@ from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
     Rebuilt,
-    Recipe,
     Use,
     View,
     base_of,
@@ -31,6 +30,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.masks import Mask
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.values import Values

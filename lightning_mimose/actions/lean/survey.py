@@ -18,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Recipe, Use, View, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, View, is_plain
 from lightning_mimose.actions.lean.masks import Mask
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.handles import Handle, Kept, Recipe, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, is_plain
 from lightning_mimose.actions.lean.node import Node
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.menu import ATTENTION
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Kept, Recipe
+from lightning_mimose.actions.lean.handles import Kept
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.saves import SMALL_BYTES
 from lightning_mimose.actions.lean.sites import AGAIN, BUSY, MOST_SPOTS, SURE, Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.handles import is_ordered
+from lightning_mimose.actions.lean.recipe import is_ordered
 from lightning_mimose.actions.lean.recipes.table import (
     HEAVY,
     NORM,

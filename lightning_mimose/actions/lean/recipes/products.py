@@ -7,7 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.handles import Handle, Rebuild
+from lightning_mimose.actions.lean.handles import Handle
+from lightning_mimose.actions.lean.recipe import Rebuild
 from lightning_mimose.actions.lean.recipes.table import (
     PRODUCT,
     Made,

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_mimose.actions.lean.handles import Handle, Rebuild
+from lightning_mimose.actions.lean.handles import Handle
+from lightning_mimose.actions.lean.recipe import Rebuild
 from lightning_mimose.menu import ELEMENTWISE
 
 # What an element costs, in operations of a matrix product that take as long. Bandwidth decides for most. Measured in
