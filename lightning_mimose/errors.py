@@ -69,13 +69,14 @@ class RecomputeError(MimoseError):
 
     Attributes:
         reasons: Unit -> why it cannot be recomputed.
+        told: The same in one line.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
-        told = "; ".join(f"{unit!r}: {reason}" for unit, reason in reasons.items())
+        self.told = "; ".join(f"{unit!r}: {reason}" for unit, reason in reasons.items())
         super().__init__(
-            f"Recomputed units cannot be repeated: {told}. They are left alone from now on, but this step could not be "
-            f"run again. Leave them out from the start: units=[...] names the ones to plan."
+            f"Recomputed units cannot be repeated: {self.told}. They are left alone from now on, but this step could "
+            f"not be run again. Leave them out from the start: units=[...] names the ones to plan."
         )
         self.reasons = dict(reasons)
 

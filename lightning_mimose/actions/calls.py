@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_mimose.actions.compared import Compared, Verdict
+from lightning_mimose.actions.compared import GOES_BY_OTHERS, Compared, Verdict
 from lightning_mimose.actions.foreign import out_of_reach
 from lightning_mimose.actions.lean.handles import is_plain, unpack
 from lightning_mimose.actions.lean.region import LeanRegion
@@ -52,7 +52,9 @@ class _Calls:
         self._name, self._session, self._original = unit.name, session, original
         self._state = WrittenState(unit.module)
         self._state.settings.unit = unit.name
-        self._verdict = session.verdicts.setdefault(type(unit.module), Verdict())
+        # A container says nothing by itself.
+        kind = tuple(type(module) for module in (unit.module, *unit.module.children()))
+        self._verdict = session.verdicts.setdefault(kind, Verdict())
         self._usual: object = None
         self._compiled = any(is_compiled(module) for module in unit.module.modules())
         self._sites, self._taken = Sites(), Sites()
@@ -136,6 +138,8 @@ class _Calls:
             flat = flattened(args, kwargs)
             settings = self._state.settings
             self._usual = settings.usual()
+            if self._verdict.goes_by_others:
+                self._session.refuse({self._name: GOES_BY_OTHERS})
             if self._findings.can_be_repeated(flat[0], args, kwargs):
                 setting = settings.note()
                 unsettled = settings.unsettled(setting)
@@ -250,7 +254,7 @@ class _Calls:
         elif lean and name not in session.untried and self._may_be_lean():
             held = state.buffers()
             observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._findings.learn_from)
-        if originals:
+        if recorder is not None:
             original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)
         out: Any = None

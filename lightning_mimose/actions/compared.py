@@ -1,8 +1,10 @@
-"""A forward whose recomputation is compared with it: what it is given then may be stand-ins for what it was given.
+"""A forward whose recomputation in backward is compared with it, in every step that is measured.
 
-Those differ in what no value shows: in their `id()`, and in what made them. A unit that goes by either (a cache that is
-keyed by `id(x)`) computes something else when it runs again. Backward takes from a recomputation what was saved and
-nothing else, so that gradients are right if that is the same.
+What it is given then may be stand-ins for what it was given. Those differ in what no value shows: in their `id()`, and
+in what made them; a unit that goes by either (a cache that is keyed by `id(x)`) computes something else. And by the
+time of backward other things may have changed that no module holds: a global, a configuration, a context that was
+entered around the forward. Backward takes from a recomputation what was saved and nothing else, so that gradients are
+right if that is the same.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ from lightning_mimose.errors import MimoseError, RecomputeError, is_out_of_memor
 from lightning_mimose.parts import plain_parts
 
 TELLS_APART = (
-    "it computes something else where other tensors on the same memory stand for what it was given (as it may if it "
-    "goes by their id() or grad_fn)"
+    "it computes something else in backward, where other tensors on the same memory stand for what it was given; "
+    "it is given the very same ones from now on"
+)
+GOES_BY_OTHERS = (
+    "it computes something else in backward than in forward, from the same tensors: it goes by something outside of it "
+    "(a global, a configuration, a context around the call)"
 )
 
 
@@ -34,19 +40,23 @@ class Verdict:
     Attributes:
         alike: Whether a recomputation on stand-ins was compared in full, and has saved the same; then samples do.
         tells_apart: Whether one has saved something else: such units are given no stand-ins.
+        repeats: Whether since then one on what it was given was compared in full, and has saved the same.
+        goes_by_others: Whether one has saved something else even so: no unit of the kind is recomputed.
     """
 
     alike: bool = False
     tells_apart: bool = False
+    repeats: bool = False
+    goes_by_others: bool = False
 
 
 class Compared:
-    """A unit's forward; raises where its recomputation on stand-ins saves something else.
+    """A unit's forward; raises where its recomputation saves something else.
 
     Args:
         unit: The unit's name.
         original: Its own forward.
-        originals: What stand-ins stand for.
+        originals: What stand-ins stand for; nothing, if it is given none.
         verdict: What is known of units of its kind, and learns what is found.
     """
 
@@ -58,7 +68,7 @@ class Compared:
         verdict: Verdict,
     ) -> None:
         self._unit, self._original, self._originals, self._verdict = unit, original, originals, verdict
-        self._whole = not verdict.alike
+        self._whole = not (verdict.repeats if verdict.tells_apart else verdict.alike)
         self._saved: list[tuple[Any, ...]] | None = None
         """What the run in forward has saved."""
 
@@ -66,15 +76,14 @@ class Compared:
         """Run it.
 
         Raises:
-            RecomputeError: It has saved something else than in forward, or failed, and was given a stand-in.
+            RecomputeError: It has saved something else than in forward, or failed.
         """
         if self._saved is None:
             with _noted(self._whole) as saved:
                 out = self._original(*args, **kwargs)
             self._saved = saved
             return out
-        if all(ref() is not None for ref in self._originals):  # then it was given those, and holds them here
-            return self._original(*args, **kwargs)
+        stood_in = any(ref() is None for ref in self._originals)  # else it was given those, and holds them here
         try:
             with _noted(self._whole) as saved:
                 out = self._original(*args, **kwargs)
@@ -82,13 +91,19 @@ class Compared:
             # It may be its own mistake; then it fails again with what it was given in forward.
             if isinstance(error, MimoseError) or is_out_of_memory(error):
                 raise
-            raise self._error() from error
+            raise self._error(stood_in) from error
         if saved != self._saved:
-            raise self._error()
-        self._verdict.alike |= self._whole
+            raise self._error(stood_in)
+        if stood_in:
+            self._verdict.alike |= self._whole
+        elif self._verdict.tells_apart:
+            self._verdict.repeats |= self._whole
         return out
 
-    def _error(self) -> RecomputeError:
+    def _error(self, stood_in: bool) -> RecomputeError:
+        if not stood_in:
+            self._verdict.goes_by_others = True
+            return RecomputeError({self._unit: GOES_BY_OTHERS})
         self._verdict.tells_apart = True
         return RecomputeError({self._unit: TELLS_APART})
 

@@ -197,5 +197,6 @@ def _count(module: nn.Module) -> int:
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
-    """Torch's own layers write buffers, if anything."""
-    return not module._buffers and type(module).__module__.startswith("torch.nn.modules.")
+    """Torch's own layers write buffers, if anything; what is hooked to one may write more."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return not (module._buffers or hooked) and type(module).__module__.startswith("torch.nn.modules.")

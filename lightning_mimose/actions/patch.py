@@ -15,6 +15,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -48,6 +49,7 @@ _ON = _On()
 class _Entry(NamedTuple):
     handler: Handler
     switch: Switch
+    replacement: Callable[..., Any] | None
     had_own: bool
     alive: weakref.ref[nn.Module]
 
@@ -57,7 +59,7 @@ _handlers: dict[int, _Entry] = {}
 """By identity, which is several times faster than a dictionary of weak keys; an entry dies with its module."""
 _replacements: weakref.WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = weakref.WeakKeyDictionary()
 """By kind of module: what takes the place of its forward."""
-_IS_OURS = "_mimose_forward"
+_IS_OURS, _BENEATH = "_mimose_forward", "_mimose_beneath"
 _compiles_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
@@ -69,10 +71,12 @@ def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _own_forward(self, args, kwargs)
+            return _own_forward(self, args, kwargs, forward)
         entry = _handlers.get(id(self))
         if entry is None:
-            return _own_forward(self, args, kwargs)
+            return _own_forward(self, args, kwargs, forward)
+        if entry.replacement is not forward:  # called by what somebody has put above us, and we are above that now
+            return _beneath(forward, self)(*args, **kwargs)
         switch = entry.switch
         if switch.armed or switch.stops is not None:
             if _compiles_frames() is not None:  # around us, in a step that is compiled: not ours, nor what we call
@@ -116,7 +120,8 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
     if original is None:
         _replacements[kind] = replacement
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
-    _handlers[key] = _Entry(make_handler(_own(alive, original is not None)), switch, original is not None, alive)
+    own = _own(alive, original is not None)
+    _handlers[key] = _Entry(make_handler(own), switch, replacement, original is not None, alive)
     module.__dict__["forward"] = types.MethodType(replacement, module)
 
 
@@ -135,7 +140,7 @@ def _patch_compiled(
         assert compiled is not None
         return vars(compiled)["_compiled_call_impl"].original(*args, **kwargs)
 
-    _handlers[key] = _Entry(make_handler(call), switch, False, alive)
+    _handlers[key] = _Entry(make_handler(call), switch, None, False, alive)
 
 
 def unpatch(module: nn.Module) -> None:
@@ -147,9 +152,15 @@ def unpatch(module: nn.Module) -> None:
     if isinstance(compiled, _CompiledCall):
         vars(module)["_compiled_call_impl"] = compiled.original
         return
-    module.__dict__.pop("forward", None)
-    if entry.had_own:
-        module.__dict__["forward"] = module.__dict__.pop(_ORIGINAL)
+    own = module.__dict__.pop(_ORIGINAL) if entry.had_own else None
+    ours = module.__dict__.get("forward")
+    if getattr(ours, "__func__", None) is not entry.replacement:  # somebody's, which was put above ours and may call it
+        if own is not None:
+            setattr(entry.replacement, _BENEATH, own)
+        return
+    module.__dict__.pop("forward")
+    if own is not None:
+        module.__dict__["forward"] = own
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -157,10 +168,18 @@ def is_patched(module: nn.Module) -> bool:
     return id(module) in _handlers
 
 
-def _own_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _own_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], replacement: Callable[..., Any]
+) -> Any:
     """What a module does by itself: the forward that its instance had, or its class's."""
     original = module.__dict__.get(_ORIGINAL)
-    return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+    return (_beneath(replacement, module) if original is None else original)(*args, **kwargs)
+
+
+def _beneath(replacement: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """What a replacement had taken the place of, where somebody put another forward above it before it went."""
+    own: Callable[..., Any] | None = getattr(replacement, _BENEATH, None)
+    return partial(type(module).forward, module) if own is None else own
 
 
 def _own(alive: weakref.ref[nn.Module], had_own: bool) -> Callable[..., Any]:

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lightning_mimose.actions.stored import watched
-from lightning_mimose.actions.trial import Candidate, Trial, WritesParameterError
+from lightning_mimose.actions.trial import WRITES_PARAMETERS, Candidate, Trial, WritesParameterError
 
 CARRIES = "it carries {} from call to call, as its attribute"
 DIFFERS = "its forward saves other tensors when it runs again"
-WRITES_PARAMETERS = "its forward writes parameters"
 
 
 def prove(call: Candidate, watch: bool = True) -> dict[str, str]:
@@ -38,7 +37,8 @@ def prove(call: Candidate, watch: bool = True) -> dict[str, str]:
             failure = call.run(trial, watch=watch, fill=trial is second)
             reasons = {call.unit: failure} if failure else {}
         except WritesParameterError:
-            reasons = {running.unit: WRITES_PARAMETERS for running in trial.calls if running.last < 0}
+            writing = [running.unit for running in trial.calls if running.last < 0] or [call.unit]
+            reasons = dict.fromkeys(writing, WRITES_PARAMETERS)
         if reasons:
             # Nested units were not compared: they are proven by themselves.
             for state in first.learnt + second.learnt:
@@ -64,7 +64,10 @@ def find_carried(call: Candidate, unknown: Mapping[nn.Module, Sequence[str]]) ->
         Unit -> why it cannot be recomputed, if it goes on from what it left in an earlier call: that is gone by then.
     """
     with watched(unknown) as looks:
-        failure = call.run(Trial())
+        try:
+            failure = call.run(Trial())
+        except WritesParameterError:
+            failure = WRITES_PARAMETERS
     if failure:
         return {call.unit: failure}
     carried = call.state.settings.settle(unknown, looks)

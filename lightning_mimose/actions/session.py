@@ -53,7 +53,7 @@ class Session:
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
-        verdicts: Kind of module -> whether it computes the same where stand-ins are given to it.
+        verdicts: Kind of module, and of those right inside -> whether it computes the same in backward.
         trial: The run beside the step that a unit is proven by, while it lasts.
         given: What this step's regions were given: (unit, tensor, version then).
         latest: The unit that was recomputed last.
@@ -99,7 +99,7 @@ class Session:
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    verdicts: dict[type, Verdict] = field(default_factory=dict)
+    verdicts: dict[tuple[type, ...], Verdict] = field(default_factory=dict)
     trial: Trial | None = None
     given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     latest: str | None = None

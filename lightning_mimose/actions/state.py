@@ -3,23 +3,23 @@
 BatchNorm's running statistics change with no change of `_version`, `.data` writes bump nothing, and
 `self.buffer = ...` replaces the object: so identity and content are compared, once per unit and mode. State is
 every buffer and every plain attribute of the module and its submodules (counters, lists, metrics, generators), and
-the generators of `random` and NumPy. A tensor that requires a gradient is an activation, not state.
+what their forwards name outside of modules (see `outside`). A tensor that requires a gradient is an activation, not
+state.
 """
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
+from lightning_mimose.actions.outside import MISSING, keys_of, look, put
 from lightning_mimose.actions.setting import OWN, Settings
 from lightning_mimose.actions.stored import is_activation, lost
 from lightning_mimose.errors import MimoseError, is_out_of_memory
@@ -29,7 +29,7 @@ _HOST = torch.device("cpu")
 
 
 class Entry(NamedTuple):
-    """One piece of state: where it is found (a generator of the process has no owner), the object, its content."""
+    """One piece of state: where it is found (what is outside of modules has no owner), the object, its content."""
 
     owner: nn.Module | None
     name: str
@@ -96,6 +96,10 @@ class WrittenState:
         """Let nothing be known of forwards in the present mode."""
         for seen in (self._written, self._unwritten):
             seen.pop(self._mode_now(), None)
+
+    def watch_anew(self) -> None:
+        """See once more what is to be watched: hooks, which may write, were off just now."""
+        self._unwritten.pop(self._mode, None)
 
     def _mode_now(self) -> tuple[bool, ...]:
         return tuple([module.training for ref in self._modules if (module := ref()) is not None])
@@ -196,8 +200,10 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
         for name, value in [*owner._buffers.items(), *vars(owner).items()]:
             if name not in OWN and not is_activation(value):
                 yield owner, name, value
-    for name, value in _generators().items():
-        yield None, name, value
+    for name in dict.fromkeys(key for kind in {type(owner): None for owner in modules} for key in keys_of(kind)):
+        value = look(name)
+        if value is not MISSING:
+            yield None, name, value
 
 
 def copy_all(modules: Sequence[nn.Module], *, tensors: bool = True) -> Saved:
@@ -222,6 +228,8 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
         owner = ref() if ref is not None else None
         if ref is None or owner is not None:
             value = _look(owner, name)
+            if value is MISSING:
+                continue
             if not is_activation(value):
                 wanted = tensors or not isinstance(value, torch.Tensor)
                 entries.append(Entry(owner, name, value, content_of(value) if wanted else None))
@@ -270,13 +278,16 @@ def put_back(saved: Saved, instead: Any = None) -> None:
         try:
             if owner is not None:
                 _put(owner, name, value)
+            else:
+                put(name, value)
             put_content(value, content, instead)
         except Exception as error:  # it may share memory with a parameter, which nobody may write
             if is_out_of_memory(error):
                 raise
             if same_content(value, content):
                 continue
-            failed.append(f"{type(owner).__name__}.{name} ({type(error).__name__}: {error})")
+            where = name if owner is None else f"{type(owner).__name__}.{name}"
+            failed.append(f"{where} ({type(error).__name__}: {error})")
     if failed:
         raise MimoseError(
             f"What a forward has written could not be put back: {'; '.join(failed)}. Nothing was updated in this step, "
@@ -303,10 +314,5 @@ _ABSENT = _Absent()
 
 def _look(owner: nn.Module | None, name: str) -> Any:
     if owner is None:
-        return _generators()[name]
+        return look(name)
     return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, _ABSENT)
-
-
-def _generators() -> dict[str, Any]:
-    """The process's own generators, of which torch stashes none."""
-    return {"random": random.getstate.__self__, "numpy": np.random.get_state.__self__}  # type: ignore[attr-defined]

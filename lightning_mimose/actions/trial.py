@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.saves import LeanSaves
+from lightning_mimose.actions.outside import iterator_in
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
@@ -31,6 +32,7 @@ from lightning_mimose.units import is_compiled
 
 CHANGES_INPUT = "its input is changed in place"
 COLLECTIVE = "its forward talks to other ranks"
+WRITES_PARAMETERS = "its forward writes parameters"
 NESTED = "it saves nested tensors of strided layout, of which torch.utils.checkpoint cannot read the shape"
 
 
@@ -86,6 +88,7 @@ class Trial:
         with self.call(unit, (args, kwargs)):
             out = original(*args, **kwargs)
         state.after_forward(before)
+        state.watch_anew()
         return out
 
     def pack(self, tensor: torch.Tensor) -> None:
@@ -115,7 +118,10 @@ class Trial:
 
 
 class WritesParameterError(Exception):
-    """Ends a trial before a parameter is written: nothing could put it back without a copy of all of them."""
+    """Ends a trial before a parameter is written: nothing could put it back without a copy of all of them.
+
+    Or where one was given other memory: it has its own again.
+    """
 
 
 class _Watch(ThreadedMode):
@@ -206,12 +212,20 @@ class Candidate:
             not of running it beside the step.
 
         Raises:
-            WritesParameterError: It was about to write a parameter.
+            WritesParameterError: It was about to write a parameter, or gave it other memory, which it has no more.
+                Not where recipes are compared.
         """
+        iterator = iterator_in(self.state.modules())
+        if iterator is not None:
+            return f"its forward draws from {iterator}, which cannot be put back"
         try:
             self._run(trial, watch, fill, lean)
-        except (MimoseError, WritesParameterError):
+        except MimoseError:
             raise
+        except WritesParameterError:
+            if lean is None:
+                raise
+            return WRITES_PARAMETERS
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -221,7 +235,8 @@ class Candidate:
     def _run(self, trial: Trial, watch: bool, fill: bool, lean: LeanSaves | None) -> None:
         state, modules = self.state, self.state.modules()
         leaves, spec = flatten((self.args, self.kwargs))
-        own = [p for module in modules for p in module._parameters.values()]
+        own = [p for module in modules for p in module._parameters.values() if p is not None]
+        memory = [(p, p.detach()) for p in own if _is_plain(p)]
         devices = sorted({t.device.index for t in [*leaves, *own] if isinstance(t, torch.Tensor) and t.is_cuda})
         copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         versions = [leaf._version for leaf in copies if _is_plain(leaf)]
@@ -240,7 +255,8 @@ class Candidate:
                 lean.hold(state.buffers(), copies)
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
-            stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, _never))
+            never = partial(_never, self.unit)
+            stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, never))
             if watch:
                 stack.enter_context(_Watch(trial, modules, fill))
             self.enter(trial)
@@ -257,6 +273,9 @@ class Candidate:
                     put_back(state.after_forward(before))
                 else:
                     put_back([*before, *(appeared(modules, before) if everything else ())])
+                replaced = _given_back(memory)
+        if replaced:
+            raise WritesParameterError
         if versions != [leaf._version for leaf in copies if _is_plain(leaf)]:
             trial.reasons.setdefault(self.unit, CHANGES_INPUT)
 
@@ -288,8 +307,21 @@ def _without_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             module._forward_hooks = hooks
 
 
-def _never(_: Any) -> torch.Tensor:
-    raise RuntimeError("A unit that is tried beside the step ran a backward pass through itself.")
+def _given_back(memory: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> bool:
+    """Give parameters the memory that they had; returns whether one had been given other (`weight.data = ...`)."""
+    replaced = [(parameter, before) for parameter, before in memory if parameter.data_ptr() != before.data_ptr()]
+    for parameter, before in replaced:
+        parameter.data = before
+    return bool(replaced)
+
+
+def _never(unit: str, _: Any) -> torch.Tensor:
+    raise MimoseError(
+        f"Unit {unit!r} runs twice beside its first step, to see whether it can run again, and a backward pass came to "
+        "what these runs made: its forward leaves activations where nothing here can find and drop them (in an object "
+        "that a global or a closure holds?), or runs a backward pass itself. Let it return them or keep them as its "
+        "attributes, or leave the unit out with units=[...]."
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

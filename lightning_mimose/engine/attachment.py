@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from torch import nn
 
@@ -26,6 +27,27 @@ GATHERS = "its parts gather their parameters from other ranks"
 """Why a unit with `fully_shard` inside it is left alone."""
 
 
+class _Held(NamedTuple):
+    """Where a unit is held, or what is around one."""
+
+    children: dict[str, nn.Module | None]
+    name: str
+    module: nn.Module
+
+
+def _held(model: nn.Module, units: Sequence[Unit]) -> Iterator[_Held]:
+    names = [unit.name.split(".") for unit in units]
+    for path in sorted({tuple(name[:depth]) for name in names for depth in range(1, len(name) + 1)}):
+        children = model.get_submodule(".".join(path[:-1]))._modules
+        module = children.get(path[-1])
+        if module is not None:
+            yield _Held(children, path[-1], module)
+
+
+def _is_there(held: _Held) -> bool:
+    return held.children.get(held.name) is held.module
+
+
 class Attachment:
     """The patched units of one model.
 
@@ -43,6 +65,7 @@ class Attachment:
         self._model, self._units, self._session, self._advisor, self._cap = model, units, session, advisor, cap
         self._caches = CacheSwitch()
         self._patched: tuple[Unit, ...] = ()
+        self._held: list[_Held] = []
         self._left_out: set[str] = set()
         self._told: set[str] = set()
         self._gave_way = False
@@ -83,6 +106,7 @@ class Attachment:
         self._caches.off(self._model)
         self._cap.apply()
         self._patched = tuple(usable)
+        self._held = list(_held(self._model, usable))
         for unit in usable:
             patch_unit(unit, self._session)
         self._left_out = left_out
@@ -131,6 +155,23 @@ class Attachment:
         """Whether units were refused that plans still count on."""
         return len(self._session.refused) != len(self._told)
 
+    def lost_units(self) -> bool:
+        """Whether a unit, or what is around it, was replaced in the model since this was asked last; the user is told.
+
+        Limitations:
+            What has taken its place is no unit in this fit: it is measured with the rest of the step.
+        """
+        if all(map(_is_there, self._held)):
+            return False
+        self._held = [*filter(_is_there, self._held)]
+        warnings.warn(
+            f"Blocks of {type(self._model).__name__} were replaced by others after training had begun. Those are kept "
+            "in every step until the next fit, for only what was there at its start is planned, and steps are measured "
+            "anew. Replace blocks in configure_model or setup if you can.",
+            stacklevel=5,
+        )
+        return True
+
     def take_refusals(self) -> None:
         """Let plans and shelter do without the units that turned out not to be repeatable."""
         refused = self._session.refused
@@ -154,4 +195,4 @@ class Attachment:
             last.callback(self._caches.restore)
             for unit in self._patched:
                 last.callback(unpatch, unit.module)
-            self._patched = ()
+            self._patched, self._held = (), []

@@ -161,7 +161,7 @@ class Attempts:
             if LATEST in error.reasons and running.latest_region is not None:
                 error = RecomputeError({running.latest_region: error.reasons[LATEST]})
             running.refuse(error.reasons)
-            if forbidden or not running.again(leaner=False, why=str(error)):
+            if forbidden or not running.again(leaner=False, why=error.told):
                 raise error
         elif isinstance(error, CheckpointError) and running.latest_region is not None:
             unit, text = running.latest_region, str(error).splitlines()[0]

@@ -70,6 +70,7 @@ class Decisions:
         self._model, self._advisor, self._session, self._ledger = model, advisor, session, ledger
         self._update, self._refuser, self._trials = update, refuser, trials
         self._inlets, self.agreement, self._tenancy = inlets, agreement, tenancy
+        self._attachment = attachment
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
@@ -114,6 +115,11 @@ class Decisions:
         if self._sharded and not accumulates:
             reshard(self._sharded)  # what an evaluation has left gathered is none of this step's
         size = self._inlets.size_of(batch)
+        if self._attachment.lost_units():
+            ledger.refresh()
+            advisor.forget()
+            self._posture.look()
+            self.reserve(ledger.optimizers)
         ledger.count_gradients()
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained

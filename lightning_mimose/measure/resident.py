@@ -63,7 +63,9 @@ def batch_bytes(batch: Any) -> int:
     for tensor in tensors:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            taken = min(storage.nbytes(), part.numel() * part.element_size())
+            taken = storage.nbytes()
+            if tensor.layout is torch.strided:  # a sparse one's indices may lie in more memory than they fill
+                taken = min(taken, part.numel() * part.element_size())
             sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), taken)
     return sum(sizes.values())
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mimose.actions.compared import TELLS_APART, Compared, Verdict
+from lightning_mimose.actions.compared import GOES_BY_OTHERS, TELLS_APART, Compared, Verdict
 from lightning_mimose.actions.session import Session
 from lightning_mimose.errors import RecomputeError
 from lightning_mimose.measure.standins import stand_in
@@ -94,6 +94,27 @@ def test_what_is_the_same_is_read_in_full_once() -> None:
     rnn = nn.LSTM(8, 8)  # saves a workspace of which a part is never written
     run(lambda x: rnn(x)[0], verdict)
     assert not verdict.tells_apart
+
+
+@pytest.mark.parametrize("name", ["other values", "another path", "an error"])
+def test_what_differs_on_the_very_same_tensors_is_told(name: str) -> None:
+    """By something that nobody hands it: first on stand-ins, then on what it was given."""
+    now = [1.0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scale = now.pop() if now else {"other values": 2.0, "another path": 0.0}[name]
+        return (LAYER(x) * scale).sigmoid() if scale else LAYER(x).exp()
+
+    verdict = Verdict()
+    with pytest.raises(RecomputeError) as told:
+        run(forward, verdict)
+    assert told.value.reasons == {"unit": TELLS_APART}
+    assert not verdict.goes_by_others
+    now.append(1.0)
+    with pytest.raises(RecomputeError) as told:
+        run(forward, verdict, alive=True)
+    assert told.value.reasons == {"unit": GOES_BY_OTHERS}
+    assert verdict == Verdict(tells_apart=True, goes_by_others=True)
 
 
 def test_running_out_of_memory_is_no_difference() -> None:

@@ -187,3 +187,24 @@ def test_a_handler_is_passed_by_while_its_switch_is_off(own: bool) -> None:
     assert torch.equal(layer(x), 2 * plain)
     switch.armed, switch.stops = False, object()
     assert torch.equal(layer(x), 2 * plain)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forward_that_was_put_above_ours_stays(own: bool) -> None:
+    """And calls what was there before us, once we are gone and even when we are back."""
+    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
+    plain = layer(x)
+    if own:
+        before = layer.forward
+        layer.forward = lambda x: before(x) + 1  # type: ignore[method-assign]
+        plain = plain + 1
+    for times in range(1, 4):
+        patch(layer, doubled)
+        ours = layer.forward
+        layer.forward = lambda x, ours=ours: ours(x) - 5  # type: ignore[method-assign]
+        # Ours of the earlier times are not in force: what was above them is what we act on.
+        below = plain - 5 * (times - 1)
+        torch.testing.assert_close(layer(x), 2 * below - 5)
+        unpatch(layer)
+        torch.testing.assert_close(layer(x), below - 5)
+        assert layer.forward is not ours

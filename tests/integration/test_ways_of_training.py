@@ -326,6 +326,39 @@ def test_other_stages_after_fit() -> None:
     assert saving(callback) >= 6
 
 
+class Replacing(Task):
+    """Puts another block in the place of one in mid-epoch."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """In the sixth step."""
+        if batch_idx == 6:
+            torch.manual_seed(1)
+            self.model.layers[1] = Wide(32)
+
+
+class Wide(Block):
+    """Takes more than those that it takes the place of."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.mlp = nn.Sequential(nn.Linear(hidden, 6 * hidden), nn.GELU(), nn.Linear(6 * hidden, hidden))
+
+
+@pytest.mark.conformance(WAYS, "a block that is replaced by another in mid-epoch", "guarded")
+def test_a_block_that_is_replaced() -> None:
+    """What takes its place is kept, steps are measured anew, and the user is told how to have it planned."""
+    plain = run(task=Replacing, data=few(count=14))
+    callback = MimoseCallback(plain.budget(0.8))
+    with pytest.warns(UserWarning, match="Blocks of Replacing were replaced"):
+        budgeted = run(callback, task=Replacing, data=few(count=14))
+    assert same(budgeted.weights(), plain.weights())
+    assert callback.budget_bytes is not None
+    assert max(budgeted.peaks) <= callback.budget_bytes
+    assert callback.records[7].sheltered
+    assert not callback.records[-1].sheltered
+    assert "forward" not in vars(budgeted.task.model.layers[1])
+
+
 @pytest.mark.conformance(WAYS, "two fits with one callback", "works")
 def test_two_fits() -> None:
     """Of two models of one kind: what the first one taught, the second one uses from its first step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,16 @@ def test_sparse_tensors_count_their_indices_and_values() -> None:
     """A sparse gradient has no storage of its own."""
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 4), (5, 4), check_invariants=True)
     assert storage_bytes([sparse]) == 2 * 8 + 8 * 4
+
+
+def test_compressed_sparse_batches_count_all_of_their_memory() -> None:
+    """Torch makes the indices of both dimensions at once, and one of them is a view of that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are "in beta state"
+        batch = torch.eye(64).to_sparse_csr()
+    held = {part.untyped_storage() for part in (batch.crow_indices(), batch.col_indices(), batch.values())}
+    assert batch_bytes({"x": batch}) == sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+    assert batch_bytes({"x": batch}) > 65 * 8 + 64 * 8 + 64 * 4
 
 
 @dataclass

@@ -1,0 +1,248 @@
+"""Blocks that go by something outside of them, or write to it: weights are those of the plain run, always."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_mimose import MimoseCallback
+from tests.helpers import blocks
+from tests.helpers.fits import run, same
+from tests.helpers.models import Batch, Block, Task
+from tests.helpers.pairs import few, pair
+
+GUARDED, PUT_BACK = "Recomputation that would differ", "How people train"
+SCALE: list[Any] = [1.0]
+CONTEXT: ContextVar[float] = ContextVar("scale", default=1.0)
+NOISE = np.random.default_rng(0)
+LOSSES: list[torch.Tensor] = []
+
+
+class Bent(Block):
+    """A block that does something more to its result."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.bend(super().forward(x, mask))
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        """Something that is saved."""
+        raise NotImplementedError
+
+
+class Bending(Task):
+    """Has such blocks."""
+
+    kind: ClassVar[type[nn.Module]] = Bent
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model.layers = nn.ModuleList(self.kind() for _ in range(4))
+
+
+class ByGlobal(Bent):
+    """Goes by a global."""
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x * SCALE[0]) + x
+
+
+class ByContext(Bent):
+    """Goes by a context variable."""
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x * CONTEXT.get()) + x
+
+
+class Within(Bending):
+    """Sets what its blocks go by for the time of its forward."""
+
+    kind = ByGlobal
+    after: ClassVar[Any] = 1.0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        with self.scaled(0.5 + 0.1 * batch_idx):
+            return super().training_step(batch, batch_idx)
+
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Around the forward."""
+        SCALE[0] = scale
+        yield
+        SCALE[0] = self.after
+
+
+class WithinHolding(Within):
+    """Holds what its blocks are given until backward is over, as who uses hidden states does."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        with self.scaled(0.5):
+            hidden = [self.model.embed(batch["input_ids"])]
+            for layer in self.model.layers:
+                hidden.append(layer(hidden[-1]))
+            self.__dict__["held"] = hidden
+            return nn.functional.cross_entropy(self.model.head(sum(hidden).mean(1)), batch["labels"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Lets go."""
+        self.__dict__.pop("held", None)
+
+
+class WithinOnly(Within):
+    """Nothing is there by the time of backward: a recomputation fails."""
+
+    after = None
+
+
+class WithinContext(Within):
+    """The same by a context variable."""
+
+    kind = ByContext
+
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        token = CONTEXT.set(scale)
+        yield
+        CONTEXT.reset(token)
+
+
+class Drawing(Bent):
+    """Draws from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 0.9, 1.1])
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x * next(self.scales)) + x
+
+
+class FromIterators(Bending):
+    """Has such blocks."""
+
+    kind = Drawing
+
+
+class Normalised(Bent):
+    """Gives a weight other memory in every forward."""
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.out.weight.data = nn.functional.normalize(self.out.weight.data)
+        return nn.functional.gelu(self.out(x)) + x
+
+
+class Normalising(Bending):
+    """Has such blocks."""
+
+    kind = Normalised
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        pytest.param(task, told, id=task.__name__, marks=pytest.mark.conformance(GUARDED, what, "guarded"))
+        for task, told, what in (
+            (Within, "something outside", "a block that goes by a global which is set around the forward"),
+            (
+                WithinHolding,
+                "something outside",
+                "a block that goes by such a global, and all it is given is held until backward",
+            ),
+            (WithinOnly, "something outside", "a block that fails in backward without such a global"),
+            (WithinContext, "something outside", "a block that goes by a context variable"),
+            (FromIterators, "the iterator Drawing.scales", "a block that draws from an iterator"),
+            (Normalising, "writes parameters", "a block that gives a parameter other memory (`weight.data = ...`)"),
+        )
+    ],
+)
+def test_they_are_left_alone(task: type[Task], told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And named, with what they go by."""
+    caplog.set_level("INFO")
+    plain = run(task=task, data=few())
+    callback = MimoseCallback(plain.budget(1.5))
+    assert same(run(callback, task=task, data=few()).weights(), plain.weights())
+    lines = [line for line in caplog.messages if "never recomputed" in line]
+    assert any(told in line for line in lines)
+    assert not any(name.endswith("layers.3") for record in callback.records for name in record.actions)
+
+
+class Noisy(Bent):
+    """Draws from a generator that is global, counts on its class, and leaves a loss in a list that is global."""
+
+    calls: ClassVar[int] = 0
+
+    def bend(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        LOSSES.append(x.square().mean())
+        noise = torch.from_numpy(NOISE.standard_normal(x.shape[-1]).astype("float32"))
+        return nn.functional.gelu(x + noise * (self.calls % 3)) + x
+
+
+class Outward(Bending):
+    """Has such blocks, and uses the losses up."""
+
+    kind = Noisy
+
+    def on_fit_start(self) -> None:
+        """Begins anew."""
+        LOSSES.clear()
+        NOISE.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        Noisy.calls = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        loss = super().training_step(batch, batch_idx) + torch.stack(LOSSES).sum()
+        LOSSES.clear()
+        return loss
+
+    def on_train_end(self) -> None:
+        """As often as there was a block, and a batch."""
+        assert Noisy.calls == 4 * 6
+
+
+@pytest.mark.conformance(PUT_BACK, "blocks that draw, count or collect outside of modules, by names of theirs", "works")
+def test_what_they_write_is_put_back() -> None:
+    """They are recomputed like any other."""
+    pair(0.7, task=Outward)
+    assert not LOSSES
+
+
+def collecting() -> nn.Module:
+    """What hooks of layers inside blocks note in forward, hooks in backward take away (Opacus, K-FAC)."""
+
+    def take(layer: nn.Module, *_: Any) -> None:
+        layer.noted.pop()  # type: ignore[operator,union-attr]
+
+    net = blocks.Net(blocks.Base)
+    for layer in net.blocks.modules():
+        if isinstance(layer, nn.Linear):
+            layer.noted = []  # type: ignore[assignment]
+            layer.register_forward_hook(lambda module, given, _: module.noted.append(given[0].detach()))
+            layer.register_full_backward_hook(take)
+    return net
+
+
+@pytest.mark.conformance("Other people's hooks", "hooks that note activations in a layer, and take them away", "works")
+def test_nothing_that_hooks_note_is_left() -> None:
+    """A recomputation notes it once more, and that goes again."""
+    plain, losses, _ = blocks.train(collecting, blocks.data())
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    model, ours, mimose = blocks.train(collecting, blocks.data(), names)
+    assert mimose is not None
+    assert any(record.recomputed_units == 3 and not record.sheltered for record in mimose.records)
+    assert ours == losses
+    assert blocks.everything(model) == blocks.everything(plain)
+    assert not any(layer.noted for layer in model.blocks.modules() if isinstance(layer, nn.Linear))  # type: ignore[union-attr,operator]
