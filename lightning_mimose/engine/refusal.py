@@ -92,6 +92,9 @@ class Refuser:
             self._advisor.planner.forget()
             # Of the same batch later, when optimizers have their state and there are gradients to be zeroed.
             later = self._update.later(resident)
+            more = later.total_bytes - resident.total_bytes
+            if more > 0:
+                what += f" now, and {format_bytes(more)} more in later steps (gradients, optimizer state)"
             view = self._advisor.step_view(size, later)
             sure = max(sure, view.least_bytes if view else sure + later.total_bytes - resident.total_bytes)
             raise infeasible_error(budget, resident.total_bytes, sure, what + self.beside())

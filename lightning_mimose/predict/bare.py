@@ -1,7 +1,8 @@
-"""The step that found no gradients of an earlier one, as the very first does: whether others contradict it.
+"""The step that found no gradients of an earlier one, and the very first one: whether others contradict them.
 
 What is done with older gradients in the midst of a step (clones that are kept to be compared with the next ones) is no
-part of it, so that for its size less is predicted than later steps take.
+part of such a step, so that for its size less is predicted than later steps take. And what is made once and stays (the
+state of optimizers that update within backward) is made in the very first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from lightning_mimose.predict.checking import EXACT_ERROR
 from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
 from lightning_mimose.predict.observed import Observed
-from lightning_mimose.predict.paths import names_of
+from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure
 
 FEWEST_OTHERS, MOST_OTHERS = 3, 8
@@ -23,18 +24,19 @@ CONTRADICTED = 5
 
 
 def is_contradicted(
-    observed: Observed, fit_of: Callable[[Structure, Value | None, tuple[str, ...]], Fit | None], resident_bytes: int
+    key: Key,
+    observed: Observed,
+    fit_of: Callable[[Structure, Value | None, tuple[str, ...]], Fit | None],
+    resident_bytes: int,
 ) -> bool:
-    """Whether the step that found no gradients took less than the others tell, by far more than what those miss.
+    """Whether a step took less than the others tell, by far more than what those miss; or was the first, and another.
 
     Args:
+        key: Its size.
         observed: What was measured.
         fit_of: The fit of all sizes of a shape that have one value of some dimension; None where there is none yet.
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
     """
-    key = observed.bare
-    if key is None:
-        return False
     part = next((value for value in key if value[0] == "batch"), None)
     for structure, known in observed.sizes.items():
         alike = observed.of(structure, names_of(key)) if key in known else {}
@@ -48,7 +50,11 @@ def is_contradicted(
         fit = best_fit([dict(other) for other in others], values, structure, resident_bytes)
         if fit.error > USABLE_ERROR or not fit.covers(dict(key)):
             continue
-        told, found = structure.summary(np.array([fit.values_at(dict(key)), known[key]]))[:, 0]
-        if told - found > CONTRADICTED * max(fit.error, EXACT_ERROR) * (told + resident_bytes):
+        told, found = structure.summary(np.array([fit.values_at(dict(key)), known[key]]))[:, :2]
+        far = CONTRADICTED * max(fit.error, EXACT_ERROR) * (told[0] + resident_bytes)
+        is_first = key == observed.oldest and all(fit.low[name] <= value <= fit.high[name] for name, value in key)
+        # With everything kept nothing was missing then, but something is with everything recomputed, or is too much.
+        made_once = is_first and abs(told[0] - found[0]) <= far < abs(told[1] - found[1])
+        if told[0] - found[0] > far or made_once:
             return True
     return False

@@ -115,9 +115,11 @@ class Estimator:
             self._measured_since.add(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
-        doubtful = self.observed.bare
-        if doubtful not in (None, key) and is_contradicted(self.observed, self._timely_fit, self.resident_bytes):
-            self.disbelieve(doubtful)
+        for doubtful in {self.observed.bare, self.observed.oldest}:
+            if doubtful in (None, key):
+                continue
+            if is_contradicted(doubtful, self.observed, self._timely_fit, self.resident_bytes):
+                self.drop(doubtful)
 
     def disbelieve(self, dims: Iterable[tuple[str, int]]) -> bool:
         """Forget what was measured of a size in a step that found no gradients; returns whether there was anything."""

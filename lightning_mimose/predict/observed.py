@@ -49,6 +49,7 @@ class Observed:
         scatter: By how much steps of one size differ.
         bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
             or once it was measured in another.
+        oldest: Size of the very first step, until it was measured in another.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,8 @@ class Observed:
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
         self.loops = Loops()
         self.bare: Key | None = None
+        self.oldest: Key | None = None
+        self._steps = 0
         self._bare_steps = 0
         self._latest: dict[tuple[str, ...], Structure] = {}
         """Of every kind of batch (names of dimensions), the newest last."""
@@ -168,6 +171,8 @@ class Observed:
     def note_gradients(self, key: Key, *, bare: bool) -> None:
         """Note whether a step of some size found no gradients of an earlier one."""
         self._bare_steps += bare
+        self._steps += 1
+        self.oldest = key if self._steps == 1 else None if self.oldest == key else self.oldest
         if bare:  # steps that often find none are no exceptions
             self.bare = key if self._bare_steps == 1 else None
         elif self.bare == key:
@@ -176,6 +181,7 @@ class Observed:
     def drop(self, key: Key) -> None:
         """Forget what was measured of a size: it is not believed any more."""
         self.bare = None if self.bare == key else self.bare
+        self.oldest = None if self.oldest == key else self.oldest
         for structure in [each for each, known in self.sizes.items() if key in known]:
             del self.sizes[structure][key]
             if not self.sizes[structure]:

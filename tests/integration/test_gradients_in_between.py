@@ -15,7 +15,7 @@ from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Batch, Task, TinyText, loader, quiet_trainer, text_batch
 
 
-def data(count: int = 30, seed: int = 0) -> list[Batch]:
+def data(count: int = 20, seed: int = 0) -> list[Batch]:
     """Texts of many lengths."""
     chance = random.Random(seed)
     return [text_batch(2, chance.choice(range(12, 72, 4)), i) for i in range(count)]

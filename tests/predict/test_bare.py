@@ -95,3 +95,17 @@ def test_nothing_is_left_of_what_is_not_believed() -> None:
     assert not estimator.relations
     assert len(estimator) == 0
     assert estimator.seconds_per_operation() > 0
+
+
+def test_what_the_very_first_step_made_for_good_is_no_part_of_others() -> None:
+    """The state of optimizers that update within backward, where no step finds gradients of an earlier one."""
+    first, estimator = law(1)(FIRST), Estimator()
+    first[[call.working for call in structure().calls if call.region]] += 4e7
+    estimator.add(FIRST, structure(), first, bare=True)
+    for size in text(28, 44, 52, 80, 36):
+        estimator.add(size, structure(), law(1)(size), bare=True)
+    for size in text(40, 64):
+        prediction = estimator.predict(size)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, law(1)(size), rtol=1e-6)
