@@ -26,6 +26,7 @@ from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.structures import Structure, flatten, unflatten
+from lightning_mimose.actions.switches import EVERYTHING
 
 # The switch is one for the whole process: where trainings run in several threads, each must say it by argument.
 _TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters
@@ -122,7 +123,7 @@ def recompute(
     for i in where:
         leaves[i] = None
     before: Saved = []
-    found = setting or state.settings.note()
+    found, switches = setting or state.settings.note(), EVERYTHING.positions()
     early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
@@ -146,9 +147,10 @@ def recompute(
         # The region holds what it was given only until its own forward has bound it.
         del filled, given, same
         watched = observer.recompute_run() if observer else _NOTHING
-        lent = state.settings.as_found(found)
+        as_found = state.settings.as_found(found)
         kept = state.restored(before) if before else _NOTHING
-        with lent, kept, running_again(), _StoppedInTorchScript() if early else _NOTHING, watched:
+        stopped = _StoppedInTorchScript() if early else _NOTHING
+        with EVERYTHING.lent(switches), as_found, kept, running_again(), stopped, watched:
             out = original(*inner_args, **inner_kwargs)
             if observer:
                 observer.recomputed(out, left_in(state.modules()))

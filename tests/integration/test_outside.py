@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_mimose import MimoseCallback
 from tests.helpers import blocks
@@ -218,6 +219,71 @@ def test_what_they_write_is_put_back() -> None:
     """They are recomputed like any other."""
     pair(0.7, task=Outward)
     assert not LOSSES
+
+
+class Attending(nn.Module):
+    """A block that lets torch choose how it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + nn.functional.gelu(self.out(mixed.transpose(1, 2).flatten(2))) * torch.ones(()).to(x)
+
+
+class Switched(Bending):
+    """Sets how its blocks compute, around the forward."""
+
+    kind = Attending
+    switch: ClassVar[Any] = None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        with type(self).switch():
+            return super().training_step(batch, batch_idx)
+
+
+@contextmanager
+def in_doubles() -> Iterator[None]:
+    """Other tensors that are made in between."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Products by another library."""
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(True)
+
+
+SWITCHES: dict[str, Any] = {
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "torch.backends.mkldnn.enabled": without_onednn,
+    "torch.set_default_dtype": in_doubles,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.conformance(PUT_BACK, f"{name} around the forward alone", "works"))
+        for name in SWITCHES
+    ],
+)
+def test_switches_are_lent(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """They are off again by the time of backward, and other kernels would save other tensors."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(Switched, "switch", staticmethod(SWITCHES[name]))
+    for actions in (["recompute"], None):
+        pair(0.6, task=Switched, data=few(count=8), actions=actions)
+    assert not any("never recomputed" in line for line in caplog.messages)
 
 
 def collecting() -> nn.Module:

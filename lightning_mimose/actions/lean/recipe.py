@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.lean.handles import Handle, Rebuilt
+from lightning_mimose.actions.switches import ARITHMETIC
 
 Rebuild = Callable[..., torch.Tensor]
 MANY_OPERATIONS = 12
@@ -40,8 +41,8 @@ class Recipe(Rebuilt):
         "_longest_first",
         "_made_in",
         "_rebuild",
+        "_switches",
         "_takes_out",
-        "_threads",
         "inputs",
         "is_view",
         "operations",
@@ -66,7 +67,7 @@ class Recipe(Rebuilt):
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
-        self._threads = torch.get_num_threads()
+        self._switches = ARITHMETIC.positions()
         self._made_in = made_in
         self._longest_first: Sequence[int] = ()
         self.operations, self.widest_bytes = 1, 0 if is_view else nbytes
@@ -106,14 +107,8 @@ class Recipe(Rebuilt):
         return None
 
     def _made(self) -> torch.Tensor:
-        threads = torch.get_num_threads()
-        if threads != self._threads:  # some kernels give other last bits with another number of threads
-            torch.set_num_threads(self._threads)
-            try:
-                return self._followed()
-            finally:
-                torch.set_num_threads(threads)
-        return self._followed()
+        with ARITHMETIC.lent(self._switches):
+            return self._followed()
 
     def _followed(self) -> torch.Tensor:
         if torch.is_grad_enabled():  # as it is not in backward, mostly
