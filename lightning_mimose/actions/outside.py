@@ -51,10 +51,10 @@ class _Kind(NamedTuple):
 
 
 class Missing:
-    """Stands for what is not there."""
+    """Stands for what is not there, or is no state."""
 
 
-MISSING = Missing()
+ABSENT, NO_STATE = Missing(), Missing()
 _known: dict[str, _Named] = {}
 _of_kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
 
@@ -115,32 +115,32 @@ def _kind(kind: type[nn.Module]) -> _Kind:
 
 
 def look(key: str) -> Any:
-    """What is there now; `MISSING` if it is nothing that can be state."""
+    """What is there now; `ABSENT` if there is nothing, and `NO_STATE` if it is nothing that can be state."""
     if key in _PROCESS:
         return _PROCESS[key]
     value = _found(key)
-    if not (type(value) in _PLAIN or isinstance(value, _GENERATORS)):
-        return MISSING
-    return MISSING if isinstance(value, (list, dict, set, deque)) and len(value) > LARGEST else value
+    if not (value is ABSENT or type(value) in _PLAIN or isinstance(value, _GENERATORS)):
+        return NO_STATE
+    return NO_STATE if isinstance(value, (list, dict, set, deque)) and len(value) > LARGEST else value
 
 
 def _found(key: str) -> Any:
     within, name = _known[key]
     if isinstance(within, dict):
-        return within.get(name, MISSING)
+        return within.get(name, ABSENT)
     kind = within()
-    return MISSING if kind is None else vars(kind).get(name, MISSING)
+    return ABSENT if kind is None else vars(kind).get(name, ABSENT)
 
 
 def put(key: str, value: Any) -> None:
-    """Put an object where it was."""
+    """Put an object where it was; `ABSENT` to take away what is there."""
     if key in _PROCESS or look(key) is value:
         return
     within, name = _known[key]
     if isinstance(within, dict):
         within[name] = value
     elif (kind := within()) is not None:
-        setattr(kind, name, value)
+        delattr(kind, name) if value is ABSENT else setattr(kind, name, value)
 
 
 def _key(named: _Named) -> str:
@@ -153,12 +153,11 @@ def _key(named: _Named) -> str:
 
 def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
     """What the code that a forward runs names outside, as far as it lies in one file; adds what attributes it names."""
-    methods = {
-        name: (base, value)
-        for base in reversed(kind.__mro__)
-        if not base.__module__.startswith(("torch.", "builtins"))
-        for name, value in vars(base).items()
-    }
+    own: dict[str, list[Any]] = {}
+    for base in kind.__mro__:
+        if not base.__module__.startswith(("torch.", "builtins")):
+            for name, value in vars(base).items():
+                own.setdefault(name, []).append(value)
     todo: list[Any] = [kind.forward]
     seen = set[Any]()
     while todo:
@@ -170,10 +169,11 @@ def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
         for name, is_global in _names_in(function.__code__):
             if not is_global:
                 attributes.add(name)
-            if name in methods and not is_global:
-                base, value = methods[name]
-                todo.append(value)
-                yield _Named(weakref.ref(base), name)
+            if name in own and not is_global:
+                todo += own[name]  # those of its bases, too: it may call them
+                for base in kind.__mro__:
+                    if name in vars(base) or base is kind:  # to which what is written by `type(self)` goes
+                        yield _Named(weakref.ref(base), name)
             if name in function.__globals__ and is_global:
                 value = function.__globals__[name]
                 if getattr(value, "__module__", None) == kind.__module__ and isinstance(value, types.FunctionType):

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
-from lightning_mimose.actions.outside import MISSING, keys_of, look, put
+from lightning_mimose.actions.outside import ABSENT, NO_STATE, keys_of, look, put
 from lightning_mimose.actions.setting import OWN, Settings
 from lightning_mimose.actions.stored import is_activation, lost
 from lightning_mimose.errors import MimoseError, is_out_of_memory
@@ -202,7 +202,7 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
                 yield owner, name, value
     for name in dict.fromkeys(key for kind in {type(owner): None for owner in modules} for key in keys_of(kind)):
         value = look(name)
-        if value is not MISSING:
+        if value is not NO_STATE:
             yield None, name, value
 
 
@@ -228,7 +228,7 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
         owner = ref() if ref is not None else None
         if ref is None or owner is not None:
             value = _look(owner, name)
-            if value is MISSING:
+            if value is NO_STATE:
                 continue
             if not is_activation(value):
                 wanted = tensors or not isinstance(value, torch.Tensor)
@@ -251,7 +251,7 @@ def appeared(modules: Sequence[nn.Module], before: Sequence[tuple[Any, ...]]) ->
     """Entries for attributes that were not there when everything was copied: entries begin with owner and name."""
     known = {(id(owner), name) for owner, name, *_ in before}
     return [
-        Entry(owner, name, _ABSENT, None)
+        Entry(owner, name, ABSENT, None)
         for owner in modules
         for name, value in [*owner._buffers.items(), *vars(owner).items()]
         if name not in OWN and not is_activation(value) and (id(owner), name) not in known
@@ -296,7 +296,7 @@ def put_back(saved: Saved, instead: Any = None) -> None:
 
 
 def _put(owner: nn.Module, name: str, value: Any) -> None:
-    if value is _ABSENT:
+    if value is ABSENT:
         owner._buffers.pop(name, None)
         vars(owner).pop(name, None)
     elif name in owner._buffers:
@@ -305,14 +305,7 @@ def _put(owner: nn.Module, name: str, value: Any) -> None:
         vars(owner)[name] = value
 
 
-class _Absent:
-    """Stands for an attribute that is not there."""
-
-
-_ABSENT = _Absent()
-
-
 def _look(owner: nn.Module | None, name: str) -> Any:
     if owner is None:
         return look(name)
-    return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, _ABSENT)
+    return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, ABSENT)

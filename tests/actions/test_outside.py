@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose.actions.outside import LARGEST, MISSING, iterator_in, keys_of, look, put
+from lightning_mimose.actions.outside import ABSENT, LARGEST, NO_STATE, iterator_in, keys_of, look, put
 from lightning_mimose.actions.state import WrittenState
 
 LOSSES: list[float] = []
@@ -74,6 +74,13 @@ class DrawingInside(nn.Module):
         return sum([x * OTHERS[0].random() for _ in range(2)])  # type: ignore[return-value]
 
 
+class Inheriting(Writing):
+    """Has what it counts of its own from its first forward on, and calls what it inherits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 def state() -> tuple[Any, ...]:
     """All that `Writing` writes."""
     return Writing.calls, list(LOSSES), COUNT, GENERATOR.bit_generator.state["state"]["state"]
@@ -87,6 +94,22 @@ def test_what_a_forward_names_is_found() -> None:
     assert f"{__name__}.scale" not in keys
     assert look(f"{__name__}.LOSSES") is LOSSES
     assert keys_of(nn.Linear) == ("random", "numpy")
+
+
+def test_what_a_class_inherits_is_found_too() -> None:
+    """What comes to the class in a forward is taken away again."""
+    assert f"{__name__}.LOSSES" in keys_of(Inheriting)
+    module, x = Inheriting(), torch.ones(2)
+    written = WrittenState(module)
+    before = written.before_forward()
+    module(x)
+    changed = written.after_forward(before)
+    assert "calls" in vars(Inheriting)
+    with written.restored(changed):
+        assert "calls" not in vars(Inheriting)
+        module(x)
+    assert vars(Inheriting)["calls"] == Writing.calls + 1
+    del Inheriting.calls
 
 
 def test_it_is_put_back_around_a_recomputation() -> None:
@@ -109,11 +132,11 @@ def test_what_is_no_state_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or gone, or larger than can be copied every time."""
     key = next(key for key in keys_of(Writing) if key.endswith("LOSSES"))
     monkeypatch.setitem(globals(), "LOSSES", "text")
-    assert look(key) is MISSING
+    assert look(key) is NO_STATE
     monkeypatch.setitem(globals(), "LOSSES", [0.0] * (LARGEST + 1))
-    assert look(key) is MISSING
+    assert look(key) is NO_STATE
     monkeypatch.delitem(globals(), "LOSSES")
-    assert look(key) is MISSING
+    assert look(key) is ABSENT
     put(key, [1.0])
     assert look(key) == [1.0]
 
