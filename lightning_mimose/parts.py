@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_mimose.sharding import local
 
 _JAGGED = ("_values", "_offsets", "_lengths")
-_COMPRESSED = {
+COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -38,7 +38,7 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    return tuple(getattr(tensor, name)() for name in _COMPRESSED.get(tensor.layout, ()))
+    return tuple(getattr(tensor, name)() for name in COMPRESSED.get(tensor.layout, ()))
 
 
 _CLOSED = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ GOES_BY_OTHERS = (
     "it computes something else in backward than in forward, from the same tensors: it goes by something outside of it "
     "(a global, a configuration, a context around the call)"
 )
+MOST_READ = 3
+"""Recomputations that are read in full, of units whose inputs others hold always."""
 
 
 @dataclass
@@ -42,12 +44,14 @@ class Verdict:
         tells_apart: Whether one has saved something else: such units are given no stand-ins.
         repeats: Whether since then one on what it was given was compared in full, and has saved the same.
         goes_by_others: Whether one has saved something else even so: no unit of the kind is recomputed.
+        read: How often one was compared in full that was given no stand-ins: samples do after some.
     """
 
     alike: bool = False
     tells_apart: bool = False
     repeats: bool = False
     goes_by_others: bool = False
+    read: int = field(default=0, compare=False)
 
 
 class Compared:
@@ -68,7 +72,8 @@ class Compared:
         verdict: Verdict,
     ) -> None:
         self._unit, self._original, self._originals, self._verdict = unit, original, originals, verdict
-        self._whole = not (verdict.repeats if verdict.tells_apart else verdict.alike)
+        known = verdict.repeats if verdict.tells_apart else verdict.alike
+        self._whole = not known and verdict.read < MOST_READ
         self._saved: list[tuple[Any, ...]] | None = None
         """What the run in forward has saved."""
 
@@ -91,19 +96,20 @@ class Compared:
             # It may be its own mistake; then it fails again with what it was given in forward.
             if isinstance(error, MimoseError) or is_out_of_memory(error):
                 raise
-            raise self._error(stood_in) from error
+            raise self._error(stood_in, f" ({type(error).__name__}: {error})") from error
         if saved != self._saved:
             raise self._error(stood_in)
         if stood_in:
             self._verdict.alike |= self._whole
         elif self._verdict.tells_apart:
             self._verdict.repeats |= self._whole
+        self._verdict.read += not stood_in
         return out
 
-    def _error(self, stood_in: bool) -> RecomputeError:
+    def _error(self, stood_in: bool, failed: str = "") -> RecomputeError:
         if not stood_in:
             self._verdict.goes_by_others = True
-            return RecomputeError({self._unit: GOES_BY_OTHERS})
+            return RecomputeError({self._unit: GOES_BY_OTHERS + failed})
         self._verdict.tells_apart = True
         return RecomputeError({self._unit: TELLS_APART})
 
@@ -133,8 +139,13 @@ def _seen(tensor: torch.Tensor, whole: bool) -> Iterator[tuple[Any, ...]]:
         return
     for part in plain_parts(tensor):
         plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested
-        content = sample(part, whole=whole) if plain and not _is_workspace(part) else 0
+        content = sample(part, whole=whole) if plain and not (_is_workspace(part) or _may_be_seed(part)) else 0
         yield tuple(part.shape), part.dtype, content
+
+
+def _may_be_seed(tensor: torch.Tensor) -> bool:
+    """Whether it may be a generator's state that attention saves: nobody fills that where there is no dropout."""
+    return tensor.numel() <= 2 and tensor.dtype in (torch.int64, torch.uint64)
 
 
 def _is_workspace(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ def _fill_list(value: list[Any], content: list[Any]) -> None:
 
 
 def _copy_dict(value: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    return list(value), _items(value.values())
+    return list(value), _items(list(value.values()))  # at once: another thread may be writing to it
 
 
 def _fill_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> None:

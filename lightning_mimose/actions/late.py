@@ -19,6 +19,8 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, same_content
 from lightning_mimose.actions.members import SIMPLE, Names
+from lightning_mimose.actions.outside import NO_STATE, is_of_process
+from lightning_mimose.actions.outside import look as outer
 
 if TYPE_CHECKING:
     from lightning_mimose.actions.state import Entry, Place
@@ -72,6 +74,7 @@ class Look(NamedTuple):
     """What was found before a forward, module after module."""
 
     found: list[_Seen]
+    outside: list[tuple[str, Any, Any]]
 
     def places(self) -> list[tuple[nn.Module, str]]:
         """Every owner and name."""
@@ -87,7 +90,7 @@ class Late(NamedTuple):
         lost: What cannot be put back, readable.
     """
 
-    written: list[tuple[nn.Module, str, Any, Any]]
+    written: list[tuple[nn.Module | None, str, Any, Any]]
     grown: list[nn.Module]
     lost: list[str]
 
@@ -102,6 +105,12 @@ class LateWrites:
 
     def __init__(self, state: Sequence[Entry], written: Sequence[Place]) -> None:
         known = {(id(ref()), name) for ref, name in written if ref is not None}
+        elsewhere = {name for ref, name in written if ref is None}
+        self._outside = [
+            entry.name
+            for entry in state
+            if entry.owner is None and entry.name not in elsewhere and not is_of_process(entry.name)
+        ]
         names: dict[int, tuple[nn.Module, list[str], list[str]]] = {}
         for entry in state:
             owner = entry.owner
@@ -130,7 +139,8 @@ class LateWrites:
                         if type(value) not in SIMPLE and isinstance(value, _WITH_CONTENT)
                     ]
                 found.append(_Seen(module, watched, values, contents, _count(module)))
-        return Look(found)
+        outside = [(name, value, content_of(value)) for name in self._outside for value in (outer(name),)]
+        return Look(found, outside)
 
     def copied_bytes(self) -> int:
         """Bytes of the tensors that a look copies."""
@@ -146,6 +156,9 @@ class LateWrites:
     def written_since(self, look: Look) -> Late:
         """What a forward wrote for the first time."""
         late = Late([], [], [])
+        for name, value, content in look.outside:
+            if value is not NO_STATE and (outer(name) is not value or not same_content(value, content)):
+                late.written.append((None, name, value, content))
         for module, watched, values, contents, count in look.found:
             now = watched.values(module)
             if contents or not all(map(is_, now, values)):

@@ -12,7 +12,7 @@ import io
 import random
 import types
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-LARGEST = 10_000
-"""Containers with more elements are no state: copying them would take longer than what they are read for."""
-_PLAIN = {int, float, bool, type(None), list, dict, set, deque}
+LARGEST = 1000
+"""Containers with more elements are no state: copying them for every block would take too long."""
+_CONTAINERS = {list, dict, set, deque, Counter, OrderedDict, defaultdict}
+"""No others: some that seem to be dictionaries make what they hold when they are read."""
+_PLAIN = {int, float, bool, str, tuple, type(None), *_CONTAINERS}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PROCESS = {
     # Of the process, of which torch stashes none.
@@ -90,7 +92,7 @@ def iterator_in(modules: Iterable[nn.Module]) -> str | None:
             if name in kind.attributes and _is_iterator(value):
                 return f"the iterator {type(module).__name__}.{name}"
         for key in kind.keys:
-            value = _PROCESS.get(key) or _found(key)
+            value = found(key)
             if _is_iterator(value):
                 return f"the iterator {key}"
             inside = value if isinstance(value, (list, tuple)) and len(value) <= LARGEST else ()
@@ -107,24 +109,37 @@ def _kind(kind: type[nn.Module]) -> _Kind:
     found = _of_kinds.get(kind)
     if found is None:
         attributes, named = set[str](), dict[str, _Named]()
-        if not kind.__module__.startswith("torch."):
-            named = {_key(each): each for each in _named_by(kind, attributes)}
-        _known.update(named)
+        if not all(map(_is_torchs, kind.__mro__)):  # sharded and parametrized ones are of a class of torch's
+            for each in _named_by(kind, attributes):
+                named[_key(each)] = each
+                _known[_key(each)] = each
         found = _of_kinds[kind] = _Kind((*_PROCESS, *named), frozenset(attributes))
     return found
 
 
 def look(key: str) -> Any:
     """What is there now; `ABSENT` if there is nothing, and `NO_STATE` if it is nothing that can be state."""
+    value = found(key)
+    return value if _is_state(value) else NO_STATE
+
+
+def _is_state(value: Any) -> bool:
+    if type(value) in _CONTAINERS:
+        return len(value) <= LARGEST
+    if isinstance(value, _GENERATORS):
+        return not isinstance(value, random.SystemRandom)
+    return value is ABSENT or type(value) in _PLAIN
+
+
+def is_of_process(key: str) -> bool:
+    """Whether it stands for a generator of the process."""
+    return key in _PROCESS
+
+
+def found(key: str) -> Any:
+    """What is there now, whatever it is; `ABSENT` if there is nothing."""
     if key in _PROCESS:
         return _PROCESS[key]
-    value = _found(key)
-    if not (value is ABSENT or type(value) in _PLAIN or isinstance(value, _GENERATORS)):
-        return NO_STATE
-    return NO_STATE if isinstance(value, (list, dict, set, deque)) and len(value) > LARGEST else value
-
-
-def _found(key: str) -> Any:
     within, name = _known[key]
     if isinstance(within, dict):
         return within.get(name, ABSENT)
@@ -133,12 +148,19 @@ def _found(key: str) -> Any:
 
 
 def put(key: str, value: Any) -> None:
-    """Put an object where it was; `ABSENT` to take away what is there."""
-    if key in _PROCESS or look(key) is value:
+    """Put an object where it was; `ABSENT` to take away what is there.
+
+    Where there was None and now is an object of some kind that is no state (a cache, a file that was opened), it stays.
+    """
+    now = found(key)
+    if key in _PROCESS or now is value or (value is None and not _is_state(now)):
         return
     within, name = _known[key]
     if isinstance(within, dict):
-        within[name] = value
+        if value is ABSENT:
+            del within[name]
+        else:
+            within[name] = value
     elif (kind := within()) is not None:
         delattr(kind, name) if value is ABSENT else setattr(kind, name, value)
 
@@ -146,16 +168,24 @@ def put(key: str, value: Any) -> None:
 def _key(named: _Named) -> str:
     within = named.within
     if isinstance(within, dict):
-        return f"{within.get('__name__')}.{named.name}"
-    kind = within()
-    return f"{'' if kind is None else f'{kind.__module__}.{kind.__qualname__}'}.{named.name}"
+        key = f"{within.get('__name__')}.{named.name}"
+    else:
+        kind = within()
+        key = f"{'' if kind is None else f'{kind.__module__}.{kind.__qualname__}'}.{named.name}"
+    while key in _known and _known[key].within is not within:  # of another one with the same name, as factories make
+        key += "'"
+    return key
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.", "builtins"))
 
 
 def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
     """What the code that a forward runs names outside, as far as it lies in one file; adds what attributes it names."""
     own: dict[str, list[Any]] = {}
     for base in kind.__mro__:
-        if not base.__module__.startswith(("torch.", "builtins")):
+        if not _is_torchs(base):
             for name, value in vars(base).items():
                 own.setdefault(name, []).append(value)
     todo: list[Any] = [kind.forward]
@@ -166,19 +196,30 @@ def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
             continue
         seen.add(function)
         todo.append(getattr(function, "__wrapped__", None))
-        for name, is_global in _names_in(function.__code__):
-            if not is_global:
+        names = list(_names_in(function.__code__))
+        for name, operation in names:
+            if operation in _ATTRIBUTES:
                 attributes.add(name)
-            if name in own and not is_global:
-                todo += own[name]  # those of its bases, too: it may call them
-                for base in kind.__mro__:
-                    if name in vars(base) or base is kind:  # to which what is written by `type(self)` goes
-                        yield _Named(weakref.ref(base), name)
-            if name in function.__globals__ and is_global:
-                value = function.__globals__[name]
-                if getattr(value, "__module__", None) == kind.__module__ and isinstance(value, types.FunctionType):
+                values = own.get(name, [])
+                todo += values  # those of its bases, too: it may call them
+                if operation == "STORE_ATTR" or (values and not any(map(_is_code, values))):
+                    for base in kind.__mro__:
+                        if name in vars(base) or base is kind:  # to which what is written by `type(self)` goes
+                            yield _Named(weakref.ref(base), name)
+            elif name in function.__globals__ or operation == "STORE_GLOBAL":
+                value = function.__globals__.get(name)
+                if isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
                     todo.append(value)
-                yield _Named(function.__globals__, name)
+                if not _is_code(value):
+                    yield _Named(function.__globals__, name)
+                elif isinstance(value, type) and value.__module__ == function.__module__:  # a namespace
+                    inside = {each for each, other in names if other in _ATTRIBUTES and each in vars(value)}
+                    yield from (_Named(weakref.ref(value), each) for each in inside if not _is_code(vars(value)[each]))
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is there to be called, or a module: nothing that becomes state."""
+    return callable(value) or isinstance(value, (property, staticmethod, classmethod, types.ModuleType))
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
@@ -186,13 +227,14 @@ def _function_of(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _names_in(code: types.CodeType) -> Iterator[tuple[str, bool]]:
-    """Names of globals and of attributes, and whether it is a global."""
+_GLOBALS, _ATTRIBUTES = {"LOAD_GLOBAL", "STORE_GLOBAL"}, {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
+
+
+def _names_in(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Names of globals and of attributes, and what is done with each."""
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-            yield instruction.argval, True
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"):
-            yield instruction.argval, False
+        if instruction.opname in _GLOBALS or instruction.opname in _ATTRIBUTES:
+            yield instruction.argval, instruction.opname
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a function inside, a comprehension
             yield from _names_in(constant)

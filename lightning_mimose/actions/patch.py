@@ -111,8 +111,9 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
         _patch_compiled(module, module._compiled_call_impl, make_handler, switch)
         return
     original = module.__dict__.get("forward")
-    if hasattr(getattr(original, "__func__", None), _IS_OURS):  # a copy of a patched module
-        original = module.__dict__.get(_ORIGINAL)
+    ours = getattr(original, "__func__", None)
+    if hasattr(ours, _IS_OURS):  # a copy of a patched module, or put back by somebody who had kept it
+        original = module.__dict__.get(_ORIGINAL) or getattr(ours, _BENEATH, None)
     if original is not None:
         module.__dict__[_ORIGINAL] = original
     kind, key = type(module), id(module)

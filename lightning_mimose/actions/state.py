@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
-from lightning_mimose.actions.outside import ABSENT, NO_STATE, keys_of, look, put
+from lightning_mimose.actions.outside import ABSENT, NO_STATE, found, keys_of, look, put
 from lightning_mimose.actions.setting import OWN, Settings
 from lightning_mimose.actions.stored import is_activation, lost
 from lightning_mimose.errors import MimoseError, is_out_of_memory
@@ -220,7 +220,8 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
 
     Args:
         known: The places.
-        activations: Whether to note activations too, which stay alive as long as the copy.
+        activations: Whether to note all that is there: activations too, which stay alive as long as the copy, and what
+            is no state (any more) outside of modules.
         tensors: Whether to copy the content of tensors.
     """
     entries = []
@@ -228,7 +229,7 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
         owner = ref() if ref is not None else None
         if ref is None or owner is not None:
             value = _look(owner, name)
-            if value is NO_STATE:
+            if owner is None and not activations and look(name) is NO_STATE:
                 continue
             if not is_activation(value):
                 wanted = tensors or not isinstance(value, torch.Tensor)
@@ -307,5 +308,5 @@ def _put(owner: nn.Module, name: str, value: Any) -> None:
 
 def _look(owner: nn.Module | None, name: str) -> Any:
     if owner is None:
-        return look(name)
+        return found(name)
     return owner._buffers[name] if name in owner._buffers else vars(owner).get(name, ABSENT)

@@ -64,12 +64,14 @@ class Trial:
         reasons: Unit -> why it cannot be recomputed, as far as one run shows it.
         workspaces: Storages that kernels fill as they like, and not wholly: their content says nothing.
         learnt: The states of nested units of which nothing was known before.
+        is_over: Whether it has run.
     """
 
     packed: list[_Packed] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     workspaces: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    is_over: bool = False
     learnt: list[WrittenState] = field(default_factory=list)
 
     @contextmanager
@@ -215,10 +217,10 @@ class Candidate:
             WritesParameterError: It was about to write a parameter, or gave it other memory, which it has no more.
                 Not where recipes are compared.
         """
-        iterator = iterator_in(self.state.modules())
-        if iterator is not None:
-            return f"its forward draws from {iterator}, which cannot be put back"
         try:
+            iterator = iterator_in(self.state.modules())
+            if iterator is not None:
+                return f"its forward draws from {iterator}, which cannot be put back"
             self._run(trial, watch, fill, lean)
         except MimoseError:
             raise
@@ -255,7 +257,7 @@ class Candidate:
                 lean.hold(state.buffers(), copies)
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
-            never = partial(_never, self.unit)
+            never = partial(_never, self.unit, trial)
             stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, never))
             if watch:
                 stack.enter_context(_Watch(trial, modules, fill))
@@ -269,6 +271,7 @@ class Candidate:
                 done = True
             finally:
                 self.enter(None)
+                trial.is_over = True
                 if done:
                     put_back(state.after_forward(before))
                 else:
@@ -315,12 +318,14 @@ def _given_back(memory: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> bool:
     return bool(replaced)
 
 
-def _never(unit: str, _: Any) -> torch.Tensor:
+def _never(unit: str, trial: Trial, _: Any) -> torch.Tensor:
+    if not trial.is_over:
+        raise RuntimeError("its forward runs a backward pass itself")
     raise MimoseError(
-        f"Unit {unit!r} runs twice beside its first step, to see whether it can run again, and a backward pass came to "
-        "what these runs made: its forward leaves activations where nothing here can find and drop them (in an object "
-        "that a global or a closure holds?), or runs a backward pass itself. Let it return them or keep them as its "
-        "attributes, or leave the unit out with units=[...]."
+        f"Unit {unit!r} runs twice beside its first step, to see whether it can run again, and the step's backward "
+        "came to what these runs made: its forward leaves activations where nothing here can find and drop them (in "
+        "an object that a global or a closure holds?). Let it return them or keep them as its attributes, or leave "
+        "the unit out with units=[...]."
     )
 
 

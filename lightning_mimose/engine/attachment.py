@@ -32,7 +32,7 @@ class _Held(NamedTuple):
 
     children: dict[str, nn.Module | None]
     name: str
-    module: nn.Module
+    module: nn.Module | None
 
 
 def _held(model: nn.Module, units: Sequence[Unit]) -> Iterator[_Held]:
@@ -163,11 +163,12 @@ class Attachment:
         """
         if all(map(_is_there, self._held)):
             return False
-        self._held = [*filter(_is_there, self._held)]
+        now = [held._replace(module=held.children.get(held.name)) for held in self._held]
+        self._held = [held for held in now if held.module is not None]
         warnings.warn(
             f"Blocks of {type(self._model).__name__} were replaced by others after training had begun. Those are kept "
-            "in every step until the next fit, for only what was there at its start is planned, and steps are measured "
-            "anew. Replace blocks in configure_model or setup if you can.",
+            "in every step, for only what was there at the beginning is planned, and steps are measured anew. Replace "
+            "blocks before training begins if you can.",
             stacklevel=5,
         )
         return True

@@ -21,7 +21,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from lightning_mimose.measure.meter import make_meter
-from lightning_mimose.parts import leaves_in, plain_parts, storages_in
+from lightning_mimose.parts import COMPRESSED, leaves_in, plain_parts, storages_in
 from lightning_mimose.sharding import held_bytes
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
@@ -64,7 +64,7 @@ def batch_bytes(batch: Any) -> int:
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
             taken = storage.nbytes()
-            if tensor.layout is torch.strided:  # a sparse one's indices may lie in more memory than they fill
+            if tensor.layout not in COMPRESSED:  # one of their two indices may be a part of what both were made in
                 taken = min(taken, part.numel() * part.element_size())
             sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), taken)
     return sum(sizes.values())

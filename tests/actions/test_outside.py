@@ -131,7 +131,7 @@ def test_it_is_put_back_around_a_recomputation() -> None:
 def test_what_is_no_state_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or gone, or larger than can be copied every time."""
     key = next(key for key in keys_of(Writing) if key.endswith("LOSSES"))
-    monkeypatch.setitem(globals(), "LOSSES", "text")
+    monkeypatch.setitem(globals(), "LOSSES", random.SystemRandom())
     assert look(key) is NO_STATE
     monkeypatch.setitem(globals(), "LOSSES", [0.0] * (LARGEST + 1))
     assert look(key) is NO_STATE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import register_parametrization
 
 from lightning_mimose import MimoseCallback
 from tests.helpers import blocks
@@ -284,6 +286,147 @@ def test_switches_are_lent(name: str, monkeypatch: pytest.MonkeyPatch, caplog: p
     for actions in (["recompute"], None):
         pair(0.6, task=Switched, data=few(count=8), actions=actions)
     assert not any("never recomputed" in line for line in caplog.messages)
+
+
+class Kept:
+    """A namespace."""
+
+    calls = 0
+
+
+class Counting(blocks.Base):
+    """Goes by how often it was called."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def after(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * (1 + 0.1 * (self.count(x) % 5))
+
+    def count(self, x: torch.Tensor) -> int:
+        """Once more."""
+        type(self).calls += 1
+        return self.calls
+
+
+class Inherited(Counting):
+    """Has no count of its own until it is called."""
+
+
+class Unannounced(Counting):
+    """Its class has no such attribute before."""
+
+    def count(self, x: torch.Tensor) -> int:
+        kind = type(self)
+        kind.seen = getattr(kind, "seen", 0) + 1  # type: ignore[attr-defined]
+        return int(kind.seen)  # type: ignore[attr-defined]
+
+
+class InNamespace(Counting):
+    """Counts elsewhere."""
+
+    def count(self, x: torch.Tensor) -> int:
+        Kept.calls += 1
+        return Kept.calls
+
+
+class InTally(Counting):
+    """Counts in a container of another kind."""
+
+    def count(self, x: torch.Tensor) -> int:
+        TALLY[type(self).__name__] += 1
+        return TALLY[type(self).__name__]
+
+
+class Late(Counting):
+    """Begins to count only with larger batches, and makes what it counts in."""
+
+    def count(self, x: torch.Tensor) -> int:
+        global latest
+        if len(x) > 60:
+            latest = [len(x), *latest][:3] if latest else [len(x)]
+        return len(latest or ())
+
+
+def made() -> type[Counting]:
+    """A class, of which there is another one with the same name."""
+
+    class Made(Counting):
+        calls = 0
+
+    return Made
+
+
+TALLY: Counter[str] = Counter()
+latest: list[int] | None = None
+
+
+def counts() -> tuple[Any, ...]:
+    """All that they write."""
+    own = [vars(kind).get("calls") for kind in (Counting, Inherited, Unannounced, InNamespace, *MADE)]
+    return own, vars(Unannounced).get("seen"), Kept.calls, dict(TALLY), latest
+
+
+def begin() -> None:
+    """As when nothing was called."""
+    global latest
+    latest = None
+    TALLY.clear()
+    for kind in (Inherited, InNamespace):
+        if "calls" in vars(kind):
+            del kind.calls
+    if "seen" in vars(Unannounced):
+        del Unannounced.seen  # type: ignore[attr-defined]
+    for kind in (Counting, Kept, *MADE):
+        kind.calls = 0
+
+
+MADE = made(), made()
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+@pytest.mark.parametrize("kind", [Counting, Inherited, Unannounced, InNamespace, InTally, Late, *MADE])
+def test_counts_are_those_of_the_plain_run(kind: type[Counting], parametrized: bool) -> None:
+    """Wherever they are; also of blocks to which torch gives another class."""
+
+    def make() -> nn.Module:
+        net = blocks.Net(kind)
+        for block in net.blocks if parametrized else ():
+            register_parametrization(block, "scale", nn.Identity())
+        return net
+
+    found, batches = [], sorted(blocks.data(), key=len)
+    for names in (None, ["blocks.0", "blocks.1", "blocks.2"]):
+        begin()
+        model, losses, mimose = blocks.train(make, batches, names)
+        found.append((losses, blocks.everything(model), counts()))
+    assert found[0] == found[1]
+    assert mimose is not None
+    assert any(record.recomputed_units == 3 and not record.sheltered for record in mimose.records)
+
+
+class Differentiating(blocks.Base):
+    """Runs a backward pass in its forward, as force fields do."""
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        given = x if x.requires_grad else x.detach().requires_grad_()
+        found: torch.Tensor = torch.autograd.grad(self.up(given).square().sum(), given, create_graph=True)[0]
+        return x + 0.01 * found
+
+
+@pytest.mark.conformance(GUARDED, "torch.autograd.grad in a block's forward", "guarded")
+def test_a_backward_pass_in_a_forward_is_left_alone() -> None:
+    """It cannot be tried beside the step."""
+    plain, losses, _ = blocks.train(lambda: blocks.Net(Differentiating), blocks.data())
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    model, ours, mimose = blocks.train(lambda: blocks.Net(Differentiating), blocks.data(), names)
+    assert mimose is not None
+    assert ours == losses
+    assert blocks.everything(model) == blocks.everything(plain)
+    assert not any(record.recomputed_units for record in mimose.records)
 
 
 def collecting() -> nn.Module:
