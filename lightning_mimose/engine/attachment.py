@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -27,25 +27,23 @@ GATHERS = "its parts gather their parameters from other ranks"
 """Why a unit with `fully_shard` inside it is left alone."""
 
 
-class _Held(NamedTuple):
-    """Where a unit is held, or what is around one."""
+class _Places(NamedTuple):
+    """Where units are held, and what is around them: by which modules, under which names."""
 
-    children: dict[str, nn.Module | None]
-    name: str
-    module: nn.Module | None
+    children: list[dict[str, nn.Module | None]]
+    names: list[str]
 
+    @classmethod
+    def of(cls, model: nn.Module, units: Sequence[Unit]) -> _Places:
+        """Those of some units of a model."""
+        paths = [unit.name.split(".") for unit in units]
+        around = sorted({tuple(path[:depth]) for path in paths for depth in range(1, len(path) + 1)})
+        children = [model.get_submodule(".".join(path[:-1]))._modules for path in around]
+        return cls(children, [path[-1] for path in around])
 
-def _held(model: nn.Module, units: Sequence[Unit]) -> Iterator[_Held]:
-    names = [unit.name.split(".") for unit in units]
-    for path in sorted({tuple(name[:depth]) for name in names for depth in range(1, len(name) + 1)}):
-        children = model.get_submodule(".".join(path[:-1]))._modules
-        module = children.get(path[-1])
-        if module is not None:
-            yield _Held(children, path[-1], module)
-
-
-def _is_there(held: _Held) -> bool:
-    return held.children.get(held.name) is held.module
+    def now(self) -> list[nn.Module | None]:
+        """What is there; asked for in every step."""
+        return [*map(dict.get, self.children, self.names)]
 
 
 class Attachment:
@@ -65,7 +63,7 @@ class Attachment:
         self._model, self._units, self._session, self._advisor, self._cap = model, units, session, advisor, cap
         self._caches = CacheSwitch()
         self._patched: tuple[Unit, ...] = ()
-        self._held: list[_Held] = []
+        self._places, self._held = _Places([], []), list[nn.Module | None]()
         self._left_out: set[str] = set()
         self._told: set[str] = set()
         self._gave_way = False
@@ -106,7 +104,8 @@ class Attachment:
         self._caches.off(self._model)
         self._cap.apply()
         self._patched = tuple(usable)
-        self._held = list(_held(self._model, usable))
+        self._places = _Places.of(self._model, usable)
+        self._held = self._places.now()
         for unit in usable:
             patch_unit(unit, self._session)
         self._left_out = left_out
@@ -161,10 +160,10 @@ class Attachment:
         Limitations:
             What has taken its place is no unit in this fit: it is measured with the rest of the step.
         """
-        if all(map(_is_there, self._held)):
+        now = self._places.now()
+        if now == self._held:
             return False
-        now = [held._replace(module=held.children.get(held.name)) for held in self._held]
-        self._held = [held for held in now if held.module is not None]
+        self._held = now
         warnings.warn(
             f"Blocks of {type(self._model).__name__} were replaced by others after training had begun. Those are kept "
             "in every step, for only what was there at the beginning is planned, and steps are measured anew. Replace "
@@ -196,4 +195,4 @@ class Attachment:
             last.callback(self._caches.restore)
             for unit in self._patched:
                 last.callback(unpatch, unit.module)
-            self._patched, self._held = (), []
+            self._patched, self._places, self._held = (), _Places([], []), []
