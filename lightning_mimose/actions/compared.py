@@ -149,5 +149,5 @@ def _may_be_seed(tensor: torch.Tensor) -> bool:
 
 
 def _is_workspace(tensor: torch.Tensor) -> bool:
-    """Whether it may be what an LSTM on a CPU (oneDNN) saves, of which a part is never written."""
-    return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.device.type == "cpu"
+    """Whether it may be what an LSTM saves (oneDNN, cuDNN), of which a part is never written."""
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1
