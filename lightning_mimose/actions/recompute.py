@@ -123,17 +123,18 @@ def recompute(
     for i in where:
         leaves[i] = None
     before: Saved = []
+    outside: Saved = []
     found, switches = setting or state.settings.note(), EVERYTHING.positions()
     early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
-        nonlocal before
+        nonlocal before, outside
         if first:
             inner_args, inner_kwargs = first.pop()
             copies = state.before_forward()
             with observer.forward_run() if observer else _NOTHING:
                 out = original(*inner_args, **inner_kwargs)
-            before = state.after_forward(copies)
+            before, outside = state.after_forward(copies), state.found_outside()
             state.settings.ran(found)
             return out
         filled = list(leaves)
@@ -148,7 +149,7 @@ def recompute(
         del filled, given, same
         watched = observer.recompute_run() if observer else _NOTHING
         as_found = state.settings.as_found(found)
-        kept = state.restored(before) if before else _NOTHING
+        kept = state.restored(before, outside) if before or outside else _NOTHING
         stopped = _StoppedInTorchScript() if early else _NOTHING
         with EVERYTHING.lent(switches), as_found, kept, running_again(), stopped, watched:
             out = original(*inner_args, **inner_kwargs)

@@ -59,6 +59,7 @@ class WrittenState:
         self._written: dict[tuple[bool, ...], list[Place]] = {}
         self._unwritten: dict[tuple[bool, ...], LateWrites] = {}
         self._look: Look | None = None
+        self._outside: Saved = []
         self.wrote_late = False
 
     def modules(self) -> list[nn.Module]:
@@ -159,6 +160,7 @@ class WrittenState:
         look, self._look = self._look, None
         if look is None:
             return []
+        self._outside = [Entry(None, *each) for each in look.outside if each[1] is not NO_STATE]
         seen = self._unwritten[self._mode].written_since(look)
         if seen.lost:
             raise MimoseError(
@@ -176,9 +178,20 @@ class WrittenState:
             del self._unwritten[self._mode]
         return late
 
+    def found_outside(self) -> Saved:
+        """What the latest forward found outside of modules, and did not write: others may, before it runs again."""
+        found, self._outside = self._outside, []
+        return found
+
     @contextmanager
-    def restored(self, before: Saved) -> Iterator[None]:
-        """Run a recomputation on the state the forward saw, and leave the state as it was found."""
+    def restored(self, before: Saved, outside: Sequence[Entry] = ()) -> Iterator[None]:
+        """Run a recomputation on the state the forward saw, and leave the state as it was found.
+
+        Args:
+            before: What the forward has written, as it was before.
+            outside: What it found outside of modules besides.
+        """
+        before = [*before, *changes(outside)] if outside else before
         if not before:
             yield
             return
@@ -239,7 +252,7 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
     return entries
 
 
-def changes(before: Saved) -> Saved:
+def changes(before: Sequence[Entry]) -> Saved:
     """The entries whose object or content is another one now."""
     return [
         entry

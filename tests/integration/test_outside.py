@@ -158,13 +158,6 @@ class Normalising(Bending):
     [
         pytest.param(task, told, id=task.__name__, marks=pytest.mark.conformance(GUARDED, what, "guarded"))
         for task, told, what in (
-            (Within, "something outside", "a block that goes by a global which is set around the forward"),
-            (
-                WithinHolding,
-                "something outside",
-                "a block that goes by such a global, and all it is given is held until backward",
-            ),
-            (WithinOnly, "something outside", "a block that fails in backward without such a global"),
             (WithinContext, "something outside", "a block that goes by a context variable"),
             (FromIterators, "the iterator Drawing.scales", "a block that draws from an iterator"),
             (Normalising, "writes parameters", "a block that gives a parameter other memory (`weight.data = ...`)"),
@@ -180,6 +173,15 @@ def test_they_are_left_alone(task: type[Task], told: str, caplog: pytest.LogCapt
     lines = [line for line in caplog.messages if "never recomputed" in line]
     assert any(told in line for line in lines)
     assert not any(name.endswith("layers.3") for record in callback.records for name in record.actions)
+
+
+@pytest.mark.conformance(PUT_BACK, "a global that blocks go by, set around the forward alone", "works")
+@pytest.mark.parametrize("task", [Within, WithinHolding, WithinOnly])
+def test_a_global_is_lent(task: type[Within]) -> None:
+    """It has another value by the time of backward, and has that again afterwards."""
+    both = pair(0.7, task=task, data=few(count=8), actions=["recompute"])
+    assert any(record.recomputed_units for record in both.callback.records if not record.sheltered)
+    assert SCALE[0] == task.after
 
 
 class Noisy(Bent):
