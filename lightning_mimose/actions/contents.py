@@ -143,8 +143,10 @@ def content_of(value: Any) -> Any:
 
 def same_content(value: Any, content: Any) -> bool:
     """Whether an object still holds what `content_of` copied."""
+    if content is None:
+        return True
     kind = _kind_of(value)
-    return content is None or (kind is not None and kind.same(value, content))
+    return kind is not None and kind.same(value, content)
 
 
 def put_content(value: Any, content: Any, instead: Any = None) -> None:

@@ -139,7 +139,11 @@ class LateWrites:
                         if type(value) not in SIMPLE and isinstance(value, _WITH_CONTENT)
                     ]
                 found.append(_Seen(module, watched, values, contents, _count(module)))
-        outside = [(name, value, content_of(value)) for name in self._outside for value in (outer(name),)]
+        outside = [
+            (name, value, None if type(value) in SIMPLE else content_of(value))
+            for name in self._outside
+            for value in (outer(name),)
+        ]
         return Look(found, outside)
 
     def copied_bytes(self) -> int:

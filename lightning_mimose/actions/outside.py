@@ -202,7 +202,7 @@ def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
                 attributes.add(name)
                 values = own.get(name, [])
                 todo += values  # those of its bases, too: it may call them
-                if operation == "STORE_ATTR" or (values and not any(map(_is_code, values))):
+                if operation == "STORE_ATTR" or any(map(_may_change, values)):
                     for base in kind.__mro__:
                         if name in vars(base) or base is kind:  # to which what is written by `type(self)` goes
                             yield _Named(weakref.ref(base), name)
@@ -215,6 +215,11 @@ def _named_by(kind: type[nn.Module], attributes: set[str]) -> Iterator[_Named]:
                 elif isinstance(value, type) and value.__module__ == function.__module__:  # a namespace
                     inside = {each for each, other in names if other in _ATTRIBUTES and each in vars(value)}
                     yield from (_Named(weakref.ref(value), each) for each in inside if not _is_code(vars(value)[each]))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether something may be written to without being put in its place anew."""
+    return type(value) in _CONTAINERS or isinstance(value, _GENERATORS)
 
 
 def _is_code(value: Any) -> bool:
