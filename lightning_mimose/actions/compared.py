@@ -32,7 +32,7 @@ GOES_BY_OTHERS = (
     "(a global, a configuration, a context around the call)"
 )
 MOST_READ = 3
-"""Recomputations that are read in full, of units whose inputs others hold always."""
+"""Recomputations that are read in full, of units that are given no stand-ins."""
 
 
 @dataclass
@@ -42,14 +42,12 @@ class Verdict:
     Attributes:
         alike: Whether a recomputation on stand-ins was compared in full, and has saved the same; then samples do.
         tells_apart: Whether one has saved something else: such units are given no stand-ins.
-        repeats: Whether since then one on what it was given was compared in full, and has saved the same.
         goes_by_others: Whether one has saved something else even so: no unit of the kind is recomputed.
-        read: How often one was compared in full that was given no stand-ins: samples do after some.
+        read: How often since then, or ever, one that was given none was compared in full: samples do after some.
     """
 
     alike: bool = False
     tells_apart: bool = False
-    repeats: bool = False
     goes_by_others: bool = False
     read: int = field(default=0, compare=False)
 
@@ -72,8 +70,7 @@ class Compared:
         verdict: Verdict,
     ) -> None:
         self._unit, self._original, self._originals, self._verdict = unit, original, originals, verdict
-        known = verdict.repeats if verdict.tells_apart else verdict.alike
-        self._whole = not known and verdict.read < MOST_READ
+        self._whole = (verdict.tells_apart or not verdict.alike) and verdict.read < MOST_READ
         self._saved: list[tuple[Any, ...]] | None = None
         """What the run in forward has saved."""
 
@@ -101,16 +98,15 @@ class Compared:
             raise self._error(stood_in)
         if stood_in:
             self._verdict.alike |= self._whole
-        elif self._verdict.tells_apart:
-            self._verdict.repeats |= self._whole
-        self._verdict.read += not stood_in
+        else:
+            self._verdict.read += self._whole
         return out
 
     def _error(self, stood_in: bool, failed: str = "") -> RecomputeError:
         if not stood_in:
             self._verdict.goes_by_others = True
             return RecomputeError({self._unit: GOES_BY_OTHERS + failed})
-        self._verdict.tells_apart = True
+        self._verdict.tells_apart, self._verdict.read = True, 0
         return RecomputeError({self._unit: TELLS_APART})
 
 

@@ -142,7 +142,7 @@ class LateWrites:
         outside = [
             (name, value, None if type(value) in SIMPLE else content_of(value))
             for name in self._outside
-            for value in (outer(name),)
+            if (value := outer(name)) is not NO_STATE
         ]
         return Look(found, outside)
 
@@ -161,7 +161,7 @@ class LateWrites:
         """What a forward wrote for the first time."""
         late = Late([], [], [])
         for name, value, content in look.outside:
-            if value is not NO_STATE and (outer(name) is not value or not same_content(value, content)):
+            if outer(name) is not value or not same_content(value, content):
                 late.written.append((None, name, value, content))
         for module, watched, values, contents, count in look.found:
             now = watched.values(module)

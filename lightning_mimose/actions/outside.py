@@ -106,15 +106,15 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _kind(kind: type[nn.Module]) -> _Kind:
-    found = _of_kinds.get(kind)
-    if found is None:
-        attributes, named = set[str](), dict[str, _Named]()
+    known = _of_kinds.get(kind)
+    if known is None:
+        attributes, keys = set[str](), dict.fromkeys(_PROCESS)
         if not all(map(_is_torchs, kind.__mro__)):  # sharded and parametrized ones are of a class of torch's
-            for each in _named_by(kind, attributes):
-                named[_key(each)] = each
-                _known[_key(each)] = each
-        found = _of_kinds[kind] = _Kind((*_PROCESS, *named), frozenset(attributes))
-    return found
+            for named in _named_by(kind, attributes):
+                key = _key(named)
+                keys[key], _known[key] = None, named
+        known = _of_kinds[kind] = _Kind(tuple(keys), frozenset(attributes))
+    return known
 
 
 def look(key: str) -> Any:

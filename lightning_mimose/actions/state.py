@@ -148,7 +148,7 @@ class WrittenState:
         Raises:
             MimoseError: A large buffer was written for the first time: it was not copied and cannot be put back.
         """
-        self.wrote_late = False
+        self.wrote_late, self._outside = False, []
         if self._mode in self._written:
             return before + self._written_late()
         changed = changes(before) + appeared(self.modules(), before)
@@ -160,7 +160,7 @@ class WrittenState:
         look, self._look = self._look, None
         if look is None:
             return []
-        self._outside = [Entry(None, *each) for each in look.outside if each[1] is not NO_STATE]
+        self._outside = [Entry(None, *each) for each in look.outside]
         seen = self._unwritten[self._mode].written_since(look)
         if seen.lost:
             raise MimoseError(

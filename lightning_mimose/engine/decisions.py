@@ -117,9 +117,7 @@ class Decisions:
         size = self._inlets.size_of(batch)
         if self._attachment.lost_units():
             ledger.refresh()
-            advisor.forget()
-            self._posture.look()
-            self.reserve(ledger.optimizers)
+            self._trained = ()  # others, whichever of them are trained
         ledger.count_gradients()
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
