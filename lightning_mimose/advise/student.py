@@ -20,7 +20,7 @@ from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 14
+STATE_VERSION = 15
 
 
 class Student(Forecast):
@@ -43,7 +43,7 @@ class Student(Forecast):
             bare: Whether it found no gradients of an earlier step, see `Estimator.add`.
         """
         self.misses.fade()  # no planned step may be left to show that less will do
-        self.estimator.add(dict(size.dims), observation.structure, observation.values, bare=bare)
+        self.estimator.add(dict(size.dims), observation.structure, observation.values, observation.maxima, bare=bare)
         self._forget_plans()
 
     def heed(self, size: BatchSize, structure: Structure) -> None:

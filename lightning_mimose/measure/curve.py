@@ -170,6 +170,7 @@ class Curve:
                     piece.peak_bytes + freed[owner],
                     self._events.get(index),
                     None if piece.rest_bytes is None else piece.rest_bytes + freed[owner],
+                    tuple([top + freed[owner] for top in piece.tops_bytes]),
                 )
                 for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
                 if owner is not None

@@ -15,6 +15,7 @@ from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import Call, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
+from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
 from lightning_mimose.predict.structure import Structure
 
@@ -27,20 +28,30 @@ class Observation:
         structure: Its shape.
         values: Shape (structure.columns,), float64.
         peak_bytes: Measured peak above what is resident besides gradients.
+        maxima: What columns are the largest of.
     """
 
     structure: Structure
     values: NDArray[np.float64]
     peak_bytes: int
+    maxima: Maxima = NOT_KNOWN
 
 
 @dataclass
 class _Columns:
     values: list[float] = field(default_factory=list)
+    maxima: dict[int, Groups] = field(default_factory=dict)
 
     def add(self, value: float) -> int:
         self.values.append(max(0.0, float(value)))
         return len(self.values) - 1
+
+    def add_highest(self, groups: Groups, above: int = 0) -> int:
+        """Of some local maxima, the largest; all of them less what they are measured from."""
+        column = self.add(max(map(max, groups)) - above)
+        if len(groups) > 1 or len(groups[0]) > 1:
+            self.maxima[column] = tuple([tuple([max(0.0, float(top - above)) for top in tops]) for tops in groups])
+        return column
 
 
 def observe(
@@ -56,10 +67,7 @@ def observe(
         grades: Names of the grades of lean saves, if regions were surveyed for them.
     """
     columns = _Columns()
-    activation = [
-        (interval.level_bytes - mark.new_gradient_bytes, interval.peak_bytes - mark.new_gradient_bytes)
-        for interval, mark in zip(trace.intervals, trace.marks, strict=True)
-    ]
+    levels = [i.level_bytes - m.new_gradient_bytes for i, m in zip(trace.intervals, trace.marks, strict=True)]
     state_bytes = trace.random_state_bytes
     region_of = {id(call): _region(call) for call in trace.calls}
     by_call = _saved_by(trace.calls, region_of, state_bytes)
@@ -73,8 +81,9 @@ def observe(
     kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
     ending = [lends[id(call)] for call in regions]
     pieces = pieces_beside(trace, ending)
+    tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
-        activation[index] = activation[index][0], peak - trace.marks[index].new_gradient_bytes
+        tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -83,28 +92,28 @@ def observe(
         region = region_of[id(call)]
         again = call.marks.get("again")
         if again is None or "backward" not in call.marks:
-            working = 0
+            working: Groups = ((0,),)
         else:
             end = call.marks.get("again_out", again + 1)
-            working = max(peak for _, peak in activation[again:end]) - activation[again][0]
             # Recomputed itself, it would keep the present random state aside meanwhile, as its region does.
-            working += 0 if call is region else state_bytes
+            beside = 0 if call is region else state_bytes
+            working = moved(joined(tops[again:end]), beside - levels[again])
         is_region = call is region and again is not None
         at = call.marks.get("backward")
         entry = lean = -1
         if again is not None or call.is_unseen:
             # The forward of a region keeps nothing; its recomputation keeps everything.
-            inside = activation[call.marks["in"] : call.marks["out"]]
+            inside = joined(tops[call.marks["in"] : call.marks["out"]])
             # Likewise, it would keep the random state of its forward from the start, and copies of what that may write.
             stashed = 0 if call is region else state_bytes + call.copied_bytes
-            lean = columns.add(max(peak for _, peak in inside) - inside[0][0] + stashed)
+            lean = columns.add_highest(inside, levels[call.marks["in"]] - stashed)
             first = region.marks["in"]
-            since = 0 if again is None else activation[again][0] - activation[region.marks["again"]][0]
-            entry = columns.add(activation[first][0] + dropped[first] + since)
+            since = 0 if again is None else levels[again] - levels[region.marks["again"]]
+            entry = columns.add(levels[first] + dropped[first] + since)
         if is_region:
-            start = activation[region.marks["again"]][0] + dropped[region.marks["again"]]
+            start = levels[region.marks["again"]] + dropped[region.marks["again"]]
         else:
-            start = activation[at][0] + dropped[at] - saved[id(call)] if at is not None else 0
+            start = levels[at] + dropped[at] - saved[id(call)] if at is not None else 0
         looked_at = is_region and call.items is not None
         rebuilding = columns.add(rebuilding_bytes(call.items or (), call.results)) if looked_at else -1
         shapes[id(call)] = CallShape(
@@ -115,7 +124,7 @@ def observe(
             out_time=call.marks["out"],
             backward_time=call.marks.get("backward", NEVER),
             saved=columns.add(saved[id(call)]),
-            working=columns.add(working),
+            working=columns.add_highest(working),
             before_backward=columns.add(start),
             flops=columns.add(call.flops),
             besides=columns.add(call.besides),
@@ -144,10 +153,10 @@ def observe(
         owner = owners.get(mark.owner) if mark.owner != "step" else None
         if mark.name in ("again", "again_out"):
             continue
-        peak = activation[index][1] + dropped[index]
+        reached = moved(tops[index], dropped[index])
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
-            peak = kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes
+            reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes,),)
         elif owner is not None and mark.name in ("in", "out"):
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
@@ -155,38 +164,38 @@ def observe(
                 twin = owner.marks.get("again" if mark.name == "in" else "again_out")
                 if twin is None:
                     continue
-                start = activation[region.marks["again"]][0]
+                start = levels[region.marks["again"]]
                 others = by_call[id(region)]
                 idle = region.idle_bytes(index, others.storages.keys() | others.held)
-                peak = activation[twin][1] - start - idle
+                reached = moved(tops[twin], -start - idle)
                 entry = shapes[id(region)].entry
                 if id(region) in spared:
                     made = trace.marks[twin].new_gradient_bytes
                     where[id(region)].append(
-                        (len(positions), [columns.add(s.peak_bytes[twin] - made - start) for s in spared[id(region)]])
+                        (len(positions), [columns.add_highest(s.tops[twin], made + start) for s in spared[id(region)]])
                     )
         elif owner is not None and id(region_of[id(owner)]) in spared:
             region = region_of[id(owner)]
             found = []
             for each in spared[id(region)]:
                 # Before the recomputation all that it will save counts as there; afterwards it is.
-                level = peak - each.gain_bytes if index < region.marks["again"] else 0
+                level = moved(reached, -each.gain_bytes) if index < region.marks["again"] else ((0,),)
                 after = resumed.get(index, index)
                 if after > region.marks["again"]:
-                    reached = each.peak_bytes.get(after, trace.intervals[after].peak_bytes) + dropped[after]
-                    level = max(level, reached - trace.marks[after].new_gradient_bytes)
-                found.append(columns.add(level))
+                    beside = dropped[after] - trace.marks[after].new_gradient_bytes
+                    level += moved(each.tops.get(after, trace.tops[after]), beside)
+                found.append(columns.add_highest(level))
             where[id(region)].append((len(positions), found))
         if index in resumed:
             # A region's backward goes on after its recomputation.
             after = resumed[index]
-            peak = max(peak, activation[after][1] + dropped[after])
+            reached += moved(tops[after], dropped[after])
         positions.append(
             Position(
                 label=f"{mark.name} {mark.owner}",
                 time=index,
                 backward=index >= began,
-                column=columns.add(peak),
+                column=columns.add_highest(reached),
                 entry=entry,
                 gradient_bytes=mark.new_gradient_bytes,
                 old_gradient_bytes=0 if old_gradient_bytes is None else mark.old_gradient_bytes,
@@ -223,7 +232,7 @@ def observe(
         handing=handing_shapes(handed, list(shapes), len(grades), columns.add),
     )
     structure = replace(structure, columns=len(columns.values))
-    return Observation(structure, np.array(columns.values), trace.peak_bytes)
+    return Observation(structure, np.array(columns.values), trace.peak_bytes, Maxima.of(columns.maxima))
 
 
 def _region(call: Call) -> Call:

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from lightning_mimose.measure.handing import Handing
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, ResultItem, StepTrace
+from lightning_mimose.predict.maxima import Groups
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,14 @@ class Savings:
         lent_bytes: Of that, what others hold as well for a while, see `lent.Lent`.
         work: What rebuilding costs, in floating-point operations.
         arguments: Storage ids of what the call was given, and has to keep for it.
-        peak_bytes: Index of a mark in the region's recomputation or backward -> peak of its interval.
+        tops: Index of a mark in the region's recomputation or backward -> local maxima of its interval.
     """
 
     gain_bytes: int
     lent_bytes: int
     work: float
     arguments: frozenset[int]
-    peak_bytes: dict[int, int]
+    tops: dict[int, Groups]
 
 
 def savings(
@@ -97,7 +98,7 @@ def _of_grade(
         last += 1
     spared: set[int] = set()
     used: set[int] = set()
-    peaks: dict[int, int] = {}
+    tops: dict[int, list[tuple[int, ...]]] = {}
     relief = 0
     for piece, following in zip_longest(trace.pieces, trace.pieces[1:]):
         besides = made = 0
@@ -124,13 +125,13 @@ def _of_grade(
             index = following.event[2]
             made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
-            highest = max(piece.peak_bytes + made, piece.level_bytes + besides) - relief
-            peaks[piece.mark] = max(peaks.get(piece.mark, highest), highest)
+            here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
+            tops.setdefault(piece.mark, []).append(tuple([top - relief for top in here]))
     kept = [item for item, take in zip(items, taken, strict=True) if take]
     return Savings(
         sum(item.gain_bytes for item in kept),
         sum(item.gain_bytes for item in kept if item.is_cached or item.storage in lent),
         sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
         frozenset(each for item, is_lean in zip(items, lean, strict=True) if is_lean for each in item.arguments),
-        peaks,
+        {mark: tuple(groups) for mark, groups in tops.items()},
     )

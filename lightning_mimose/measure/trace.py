@@ -11,6 +11,7 @@ import torch
 
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.menu import RECOMPUTE
+from lightning_mimose.predict.maxima import Groups
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""
@@ -211,6 +212,7 @@ class Piece:
         peak_bytes: Largest bytes in it.
         event: What opens it, if it is not the mark.
         rest_bytes: Largest bytes in it after the first that went, where that is known.
+        tops_bytes: Local maxima in it, where they are known.
     """
 
     mark: int
@@ -218,6 +220,12 @@ class Piece:
     peak_bytes: int
     event: Event | None = None
     rest_bytes: int | None = None
+    tops_bytes: tuple[int, ...] = ()
+
+    @property
+    def tops(self) -> tuple[int, ...]:
+        """Local maxima in it, or at least the largest one."""
+        return self.tops_bytes or (self.peak_bytes,)
 
 
 @dataclass(frozen=True)
@@ -264,6 +272,16 @@ class StepTrace:
     def random_state_bytes(self) -> int:
         """What of a region's random state is seen: it is in the host's memory."""
         return RNG_STATE_BYTES if self.allocator is None else 0
+
+    @cached_property
+    def tops(self) -> list[Groups]:
+        """Local maxima of every interval, of each of its pieces."""
+        found: list[list[tuple[int, ...]]] = [[] for _ in self.marks]
+        for piece in self.pieces:
+            found[piece.mark].append(piece.tops)
+        return [
+            tuple(groups) or ((interval.peak_bytes,),) for groups, interval in zip(found, self.intervals, strict=True)
+        ]
 
     @cached_property
     def ends(self) -> dict[Event, int]:

@@ -46,11 +46,11 @@ def is_contradicted(
         whole = fit_of(structure, part, names_of(key))
         if whole is None or whole.error <= EXACT_ERROR:
             continue
-        values = np.array([alike[other] for other in others])
-        fit = best_fit([dict(other) for other in others], values, structure, resident_bytes)
+        measured = [alike[other] for other in others]
+        fit = best_fit([dict(other) for other in others], measured, structure, resident_bytes)
         if fit.error > USABLE_ERROR or not fit.covers(dict(key)):
             continue
-        told, found = structure.summary(np.array([fit.values_at(dict(key)), known[key]]))[:, :2]
+        told, found = structure.summary(np.array([fit.values_at(dict(key)), known[key].values]))[:, :2]
         far = CONTRADICTED * max(fit.error, EXACT_ERROR) * (told[0] + resident_bytes)
         is_first = key == observed.oldest and all(fit.low[name] <= value <= fit.high[name] for name, value in key)
         # With everything kept nothing was missing then, but something is with everything recomputed, or is too much.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.maxima import Expansion
 from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
 from lightning_mimose.predict.structure import Structure
 
@@ -38,7 +39,7 @@ UNCHECKED = Check(float("inf"), (), np.zeros((0, 0)), np.zeros((0, 0)))
 
 def left_out(
     design: NDArray[np.float64],
-    values: NDArray[np.float64],
+    expansion: Expansion,
     truth: NDArray[np.float64],
     structure: Structure,
     resident_bytes: int,
@@ -46,6 +47,7 @@ def left_out(
     rounds: bool,
 ) -> Check:
     """Predict each size from the others; `truth` is the summary of the values."""
+    values = expansion.values
     # Two more sizes than unknowns: one to check the fit, one more because the checks share the others.
     features = design.shape[1]
     if len(design) < features + (1 if features == 2 else 2):
@@ -77,7 +79,7 @@ def left_out(
         groups += 1
     if groups < 2:
         return UNCHECKED
-    predicted = values[checked] - np.concatenate(missing)
+    predicted = expansion.collapsed(values[checked] - np.concatenate(missing))
     error = largest_error(predicted, truth[checked], structure, resident_bytes)
     if len(checked) == len(design) and not few:
         return Check(error, checked, predicted, np.zeros((features, 0)))
@@ -88,7 +90,7 @@ def left_out(
     lone = [
         size
         for size in set(group) - set(group[checked])
-        if not _follows(design, values, truth, group == size, structure, resident_bytes)
+        if not _follows(design, expansion, truth, group == size, structure, resident_bytes)
     ]
     resting = _unspanned(design[~np.isin(group, lone)]) if lone else np.zeros((features, 0))
     return Check(error, checked, predicted, resting)
@@ -103,7 +105,7 @@ def _unspanned(design: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _follows(
     design: NDArray[np.float64],
-    values: NDArray[np.float64],
+    expansion: Expansion,
     truth: NDArray[np.float64],
     held: NDArray[np.bool_],
     structure: Structure,
@@ -119,7 +121,8 @@ def _follows(
         fewer = np.delete(design, dropped, axis=1)
         if np.linalg.matrix_rank(fewer[~held]) < features - 1:
             continue
-        predicted = fewer[held] @ np.linalg.lstsq(fewer[~held], values[~held], rcond=None)[0]
+        solved = np.linalg.lstsq(fewer[~held], expansion.values[~held], rcond=None)[0]
+        predicted = expansion.collapsed(fewer[held] @ solved)
         if largest_error(predicted, truth[held], structure, resident_bytes) < EXACT_ERROR:
             return True
     return False

@@ -21,6 +21,7 @@ from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
 from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.loops import paths_at
+from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
@@ -96,7 +97,13 @@ class Estimator:
         return len(self) > 0 or self.bounds.knows_anything
 
     def add(
-        self, dims: Mapping[str, int], structure: Structure, values: NDArray[np.float64], *, bare: bool = False
+        self,
+        dims: Mapping[str, int],
+        structure: Structure,
+        values: NDArray[np.float64],
+        maxima: Maxima = NOT_KNOWN,
+        *,
+        bare: bool = False,
     ) -> None:
         """Learn from one measured step.
 
@@ -104,11 +111,12 @@ class Estimator:
             dims: Named dimensions of its batch.
             structure: Its shape.
             values: Shape (structure.columns,).
+            maxima: What some of them are the largest of, if that is known.
             bare: Whether it found no gradients of an earlier step. What others do with those (clones that are kept from
                 step to step) is no part of it then, so others are believed rather than it.
         """
         key = tuple(sorted(dims.items()))
-        if not self.observed.add(key, structure, values, self.resident_bytes):
+        if not self.observed.add(key, structure, Measured(values, maxima), self.resident_bytes):
             return
         self.observed.note_gradients(key, bare=bare)
         if len(self) < self._enough:
@@ -140,8 +148,8 @@ class Estimator:
     def observations(self) -> Iterator[tuple[dict[str, int], Structure, NDArray[np.float64]]]:
         """Every size that was measured, the newest last: named dimensions, shape of the step, columns."""
         for structure, known in self.observed.sizes.items():
-            for key, values in known.items():
-                yield dict(key), structure, values
+            for key, measured in known.items():
+                yield dict(key), structure, measured.values
 
     def distrust(self) -> None:
         """A prediction was wrong: the fit looked better than it was. Ask for two more sizes.
@@ -234,7 +242,7 @@ class Estimator:
         if seen and (fitted is None or not fitted.trusted):
             # The same size in steps of several shapes: which one comes next is anybody's guess.
             trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
-            error, values = self.observed.scatter.error_on(structure.path), self.observed.sizes[seen[-1]][key]
+            error, values = self.observed.scatter.error_on(structure.path), self.observed.sizes[seen[-1]][key].values
             usable = USABLE_ERROR * (2 if len(self) >= 2 * self._patience else 1)
             return Prediction(seen[-1], values, error, trusted and error <= usable, dims=dims)
         return fitted
@@ -321,7 +329,7 @@ class Estimator:
         if self._rate is None:
             seconds = operations = 0.0
             for structure, known in self.observed.sizes.items():
-                largest = max(known.values(), key=structure.forward_operations)
+                largest = max((each.values for each in known.values()), key=structure.forward_operations)
                 seconds += float(largest[[call.seconds for call in structure.calls if call.region]].sum())
                 operations += structure.forward_operations(largest)
             self._rate = seconds / operations if operations and seconds else 1e-11

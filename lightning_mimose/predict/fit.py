@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 from lightning_mimose.predict.checking import EXACT_ERROR, UNCHECKED, Check, doubtful, largest_error, left_out
 from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
 from lightning_mimose.predict.local import LocalFit, fit_locally
+from lightning_mimose.predict.maxima import Expansion, Measured
 from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.solving import LEVERAGE
 from lightning_mimose.predict.structure import Structure
@@ -32,6 +33,8 @@ FEWEST_LARGER = 5
 """Sizes that have to be left where the smallest are left out; and half of them."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
+COLUMN_SHARE = 1e-6
+"""Share of a column's largest value by which a basis that describes it may miss it."""
 MISSED = 1e-4
 """Share of a column's largest value by which coefficients that are not negative may miss it."""
 
@@ -45,7 +48,7 @@ class Fit:
 
     Attributes:
         basis: Its features.
-        coefficients: Shape (features, columns); of no columns where `local` describes them.
+        coefficients: Shape (features, columns and more, see `expansion`); of none where `local` describes them.
         error: The largest error of predicting one size from the others, as a share of the size's peak.
         sizes: How many it was made from.
         low: The least value of every dimension.
@@ -63,6 +66,7 @@ class Fit:
         resting: Shape (features, directions); along these its features rest on single sizes that nothing checks.
         short: What is added to every column so that no moment of any of the sizes is predicted lower than what was seen
             by more than the error; 0 for none.
+        expansion: What the columns of `coefficients` are.
     """
 
     basis: Basis
@@ -81,10 +85,15 @@ class Fit:
     without: tuple[Value, ...] = ()
     resting: NDArray[np.float64] | None = None
     short: NDArray[np.float64] | float = 0.0
+    expansion: Expansion | None = None
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
-        values = self.basis.features(dims) @ self.coefficients if self.local is None else self.local.values_at(dims)
+        if self.local is not None:
+            values = self.local.values_at(dims)
+        else:
+            values = self.basis.features(dims) @ self.coefficients
+            values = values if self.expansion is None else self.expansion.collapsed(values)
         return np.maximum(values, 0.0) + self.short
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:
@@ -124,7 +133,7 @@ class Fit:
 
 def best_fit(
     sizes: Sequence[Mapping[str, int]],
-    values: NDArray[np.float64],
+    measured: Sequence[Measured],
     structure: Structure,
     resident_bytes: int,
     without: Sequence[Value] = (),
@@ -138,7 +147,7 @@ def best_fit(
 
     Args:
         sizes: Named dimensions.
-        values: Shape (sizes, columns).
+        measured: What was measured of each.
         structure: What the columns are.
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
         without: What had to be left out of fewer sizes: that is tried first.
@@ -148,7 +157,7 @@ def best_fit(
 
     @cache
     def outlined(kept: tuple[int, ...]) -> _Choice:
-        return _outlined([sizes[i] for i in kept], values[list(kept)], structure, resident_bytes)
+        return _outlined([sizes[i] for i in kept], [measured[i] for i in kept], structure, resident_bytes)
 
     @cache
     def detailed(kept: tuple[int, ...]) -> _Choice:
@@ -202,7 +211,7 @@ class _Choice:
 
     Attributes:
         sizes: The sizes.
-        values: Shape (sizes, columns).
+        expansion: What was measured of them.
         structure: What the columns are.
         resident_bytes: See `best_fit`.
         dims: The dimensions that vary and do not follow from others.
@@ -213,7 +222,7 @@ class _Choice:
     """
 
     sizes: Sequence[Mapping[str, int]]
-    values: NDArray[np.float64]
+    expansion: Expansion
     structure: Structure
     resident_bytes: int
     dims: tuple[str, ...]
@@ -227,11 +236,19 @@ class _Choice:
         """The less the better: of those that are exact, one that rests on no single size."""
         return max(self.check.error, EXACT_ERROR), bool(self.check.resting.size)
 
+    @property
+    def misses_nothing(self) -> bool:
+        """Whether every column follows the basis, in all of the sizes that it was found from."""
+        orthogonal, values = np.linalg.qr(self.basis.design(self.sizes))[0], self.expansion.values
+        missed = np.abs(values - orthogonal @ (orthogonal.T @ values))
+        return bool((missed <= np.maximum(0.5, COLUMN_SHARE * np.abs(values).max(axis=0))).all())
+
     def detailed(self) -> _Choice:
         """With a basis for every column, where that is better."""
         if self.check.error <= EXACT_ERROR or not may_be_surfaces(self.sizes):
             return self
-        truth = self.structure.summary(self.values)
+        values = self.expansion.plain
+        truth = self.structure.summary(values)
 
         def error_of(left_out: NDArray[np.float64]) -> float:
             return largest_error(left_out, truth, self.structure, self.resident_bytes)
@@ -240,7 +257,7 @@ class _Choice:
             error = error_of(left_out)
             return error < BETTER * self.check.error and (error <= EXACT_ERROR or len(self.sizes) >= MANY_SIZES)
 
-        local = fit_locally(self.sizes, self.values, self.structure, self.dims, self.basis, will_do)
+        local = fit_locally(self.sizes, values, self.structure, self.dims, self.basis, will_do)
         if local is None:
             return self
         error = error_of(local.left_out)
@@ -252,11 +269,13 @@ class _Choice:
         design = self.basis.design(self.sizes)
         inverse = np.linalg.pinv(design.T @ design)
         solved, short = np.zeros((design.shape[1], 0)), np.zeros(self.structure.columns)
+        expansion, values = self.expansion, self.expansion.plain
         if self.local is None:
-            solved = _solve(design, self.values)
-            peaks = self.structure.summary(self.values)[:, 0] + self.resident_bytes
+            solved = _solve(design, expansion.values)
+            peaks = self.structure.summary(values)[:, 0] + self.resident_bytes
             if isfinite(self.check.error):
-                short = shortfalls(self.structure, self.values - design @ solved, self.check.error * peaks)
+                missing = values - expansion.collapsed(design @ solved)
+                short = shortfalls(self.structure, missing, self.check.error * peaks)
         names = self.sizes[0].keys()
         sides = tuple(name for name in self.dims if name != "batch")
         return Fit(
@@ -266,7 +285,7 @@ class _Choice:
             len(self.sizes),
             {name: min(size[name] for size in self.sizes) for name in names},
             {name: max(size[name] for size in self.sizes) for name in names},
-            doubtful(self.check, self.values, self.structure, self.resident_bytes),
+            doubtful(self.check, values, self.structure, self.resident_bytes),
             self.relations,
             inverse,
             float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
@@ -276,20 +295,36 @@ class _Choice:
             tuple(without),
             self.check.resting if self.check.resting.size else None,
             short,
+            expansion if self.local is None else None,
         )
 
 
 def _outlined(
-    sizes: Sequence[Mapping[str, int]], values: NDArray[np.float64], structure: Structure, resident_bytes: int
+    sizes: Sequence[Mapping[str, int]], measured: Sequence[Measured], structure: Structure, resident_bytes: int
+) -> _Choice:
+    """What describes some sizes best: every column as a polynomial, or the local maxima of those that have several."""
+    choice = _of_basis(sizes, Expansion(measured), structure, resident_bytes)
+    if not isfinite(choice.check.error) or choice.misses_nothing:
+        return choice
+    expansion = Expansion(measured, expands=True)
+    if not expansion:
+        return choice
+    other = _of_basis(sizes, expansion, structure, resident_bytes)
+    # Exact ones are told apart by no whole peak: a plan may have its peak at any moment.
+    return other if other.check.error <= max(EXACT_ERROR, BETTER * choice.check.error) else choice
+
+
+def _of_basis(
+    sizes: Sequence[Mapping[str, int]], expansion: Expansion, structure: Structure, resident_bytes: int
 ) -> _Choice:
     """The basis that describes all columns best; one that rests on single sizes only where no other one is good."""
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
-    best, basis, truth = UNCHECKED, candidates[0], structure.summary(values)
+    best, basis, truth = UNCHECKED, candidates[0], structure.summary(expansion.plain)
     partial: tuple[Check, Basis] | None = None
     for candidate in candidates:
         design = candidate.design(sizes)
-        check = left_out(design, values, truth, structure, resident_bytes, rounds=candidate.rounds)
+        check = left_out(design, expansion, truth, structure, resident_bytes, rounds=candidate.rounds)
         if check.resting.size:
             partial = partial or (check, candidate)
             continue
@@ -299,7 +334,7 @@ def _outlined(
             break
     if partial is not None and best.error > GOOD_ERROR:
         best, basis = partial
-    return _Choice(sizes, values, structure, resident_bytes, dims, relations, basis, None, best)
+    return _Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, best)
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_mimose.predict.features import may_be_surfaces
 from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
 from lightning_mimose.predict.late import Late
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure
 
@@ -59,7 +57,7 @@ class Fits:
         self._additions += 1
 
     def of(
-        self, structure: Structure, part: Value | None, known: Mapping[Key, NDArray[np.float64]], resident_bytes: int
+        self, structure: Structure, part: Value | None, known: Mapping[Key, Measured], resident_bytes: int
     ) -> Fit | None:
         """The fit over some sizes, or over those of them that have one value of some dimension; None if there is none.
 
@@ -76,8 +74,8 @@ class Fits:
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot in self._fits:
             return self._fits[slot]
-        sizes, values = [dict(key) for key in keys], np.array([known[key] for key in keys])
-        work = partial(best_fit, sizes, values, structure, resident_bytes, self._without.get(slot[1:], ()))
+        sizes, measured = [dict(key) for key in keys], [known[key] for key in keys]
+        work = partial(best_fit, sizes, measured, structure, resident_bytes, self._without.get(slot[1:], ()))
         before, additions = self._before.get(slot), self._additions
         if self.hurries and before is not None and self._may_be_late(slot, before, sizes):
             self._late.begin(slot, lambda: (work(), additions))

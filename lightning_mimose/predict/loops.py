@@ -14,9 +14,9 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_mimose.predict.folding import fold
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, Path, names_of
 from lightning_mimose.predict.rounds import FEWEST_ROUNDS
 from lightning_mimose.predict.structure import Structure
@@ -37,12 +37,12 @@ class Step(NamedTuple):
     Attributes:
         key: Its size.
         structure: Its shape.
-        values: Shape (structure.columns,).
+        measured: Its columns.
     """
 
     key: Key
     structure: Structure
-    values: NDArray[np.float64]
+    measured: Measured
 
 
 class _Kind:
@@ -143,8 +143,8 @@ class Loops:
 
     def folded(self, step: Step) -> Step:
         """What a step counts as."""
-        found = fold(step.structure, step.values) if names_of(step.key) in self.folds else None
-        return step if found is None else Step(step.key, *found)
+        found = fold(step.structure, step.measured.values) if names_of(step.key) in self.folds else None
+        return step if found is None else Step(step.key, found.structure, Measured(found.values))
 
     def path_of(self, names: Names, structure: Structure) -> Path:
         """The path that a step counts as of which nothing is known but its shape."""

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_mimose.predict.accumulating import either
 from lightning_mimose.predict.handing import common
 from lightning_mimose.predict.loops import Loops, Step
+from lightning_mimose.predict.maxima import Maxima, Measured
 from lightning_mimose.predict.paths import Habits, Key, Path, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
@@ -53,7 +53,7 @@ class Observed:
     """
 
     def __init__(self) -> None:
-        self.sizes: dict[Structure, dict[Key, NDArray[np.float64]]] = {}
+        self.sizes: dict[Structure, dict[Key, Measured]] = {}
         self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
         self.loops = Loops()
@@ -73,20 +73,20 @@ class Observed:
         """Number of distinct sizes observed."""
         return sum(len(sizes) for sizes in self.sizes.values())
 
-    def add(self, key: Key, structure: Structure, values: NDArray[np.float64], resident_bytes: int) -> bool:
+    def add(self, key: Key, structure: Structure, measured: Measured, resident_bytes: int) -> bool:
         """Remember one measured step.
 
         Args:
             key: Its size.
             structure: Its shape.
-            values: Shape (structure.columns,).
+            measured: Its columns.
             resident_bytes: What is resident besides activations: differences are shares of a step's whole peak.
 
         Returns:
             Whether it was: one that leaves calls out needs less than the next one may, so of paths that are parts of
             each other only the longest is learnt from.
         """
-        step = Step(key, structure, values)
+        step = Step(key, structure, measured)
         instead = self.loops.saw(step)
         if instead is not None:
             self._forget(names_of(key))
@@ -98,7 +98,7 @@ class Observed:
     def _forget(self, names: tuple[str, ...]) -> None:
         """Forget all batches with these dimensions."""
         for structure, known in list(self.sizes.items()):
-            self.sizes[structure] = {key: values for key, values in known.items() if names_of(key) != names}
+            self.sizes[structure] = {key: each for key, each in known.items() if names_of(key) != names}
             if not self.sizes[structure]:
                 del self.sizes[structure]
                 self._first = None if self._first is structure else self._first
@@ -109,7 +109,7 @@ class Observed:
 
     def _add(self, step: Step, resident_bytes: int) -> bool:
         """Remember one measured step that counts as what it is; see `add`."""
-        key, structure, values = step
+        key, structure, measured = step
         names = names_of(key)
         structure, others = either(structure, self.sizes)
         for other in others:
@@ -138,7 +138,7 @@ class Observed:
         self._shorter = 0
         for other in alike:
             if not by_size and (other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path)):
-                rest = {k: values for k, values in self.sizes.pop(other).items() if names_of(k) != names}
+                rest = {k: each for k, each in self.sizes.pop(other).items() if names_of(k) != names}
                 if rest:
                     self.sizes[other] = rest
         before = next((other for other in self.sizes if other == structure), None)
@@ -152,8 +152,8 @@ class Observed:
         if key in known:
             before_it = known.pop(key)
             if key != self.bare:
-                self.scatter.add(structure, before_it, values, resident_bytes)
-        known[key] = values
+                self.scatter.add(structure, before_it.values, measured.values, resident_bytes)
+        known[key] = measured
         if len(self.sizes) > MAX_STRUCTURES:
             del self.sizes[next(s for s in self.sizes if s != structure)]
         if len(known) > MAX_OBSERVATIONS:
@@ -197,7 +197,7 @@ class Observed:
             self._latest = {kind: structure if each == other else each for kind, each in self._latest.items()}
             self._first = None if self._first is other else self._first
 
-    def _known_as(self, structure: Structure) -> dict[Key, NDArray[np.float64]]:
+    def _known_as(self, structure: Structure) -> dict[Key, Measured]:
         """The sizes that were observed of an equal structure, from now on of this very one.
 
         One object: comparing two equal ones takes milliseconds.
@@ -247,9 +247,9 @@ class Observed:
         """The shapes that steps of batches with these dimensions were seen to have."""
         return [structure for structure, known in self.sizes.items() if any(names_of(key) == names for key in known)]
 
-    def of(self, structure: Structure, names: tuple[str, ...]) -> dict[Key, NDArray[np.float64]]:
+    def of(self, structure: Structure, names: tuple[str, ...]) -> dict[Key, Measured]:
         """The sizes with these dimensions that were measured of a shape."""
-        return {key: values for key, values in self.sizes[structure].items() if names_of(key) == names}
+        return {key: measured for key, measured in self.sizes[structure].items() if names_of(key) == names}
 
     def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
         """The sizes with these dimensions that were seen to take a path."""
@@ -268,7 +268,10 @@ class Observed:
             "observed": [
                 {
                     "structure": asdict(structure),
-                    "sizes": [[list(map(list, key)), values.tolist()] for key, values in known.items()],
+                    "sizes": [
+                        [list(map(list, key)), measured.values.tolist(), measured.maxima.state_dict()]
+                        for key, measured in known.items()
+                    ],
                 }
                 for structure, known in self.sizes.items()
             ],
@@ -287,9 +290,10 @@ class Observed:
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
             paths.append(structure.path)
-            for pairs, values in entry["sizes"]:
+            for pairs, values, maxima in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
-                step = Step(key, structure, np.array(values, dtype=np.float64))
+                measured = Measured(np.array(values, dtype=np.float64), Maxima.from_state(maxima))
+                step = Step(key, structure, measured)
                 if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
                     self._add(step, 0)
                 else:

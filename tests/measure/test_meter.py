@@ -77,6 +77,29 @@ def test_a_known_sequence_of_allocations_is_measured_to_the_byte(make: Callable[
 
 
 @METERS
+def test_local_maxima_are_told_in_order(make: Callable[[], Meter]) -> None:
+    """Each is a level from which memory goes, or the last one; a level at the start counts where it goes at once."""
+    meter = make()
+    meter.start()
+    a = block(10)
+    meter.mark()
+    del a
+    b = block(3)
+    c = block(4)
+    del b
+    d = block(2)
+    meter.mark()
+    meter.mark()
+    del c, d
+    assert [interval.tops_bytes for interval in meter.stop()] == [
+        (10 * KIB,),
+        (10 * KIB, 7 * KIB, 6 * KIB),
+        (6 * KIB,),
+        (6 * KIB,),
+    ]
+
+
+@METERS
 def test_views_and_in_place_results_are_not_counted_again(make: Callable[[], Meter]) -> None:
     """A storage counts once, however many tensors look at it."""
     meter = make()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from lightning_mimose.measure.interval import Interval
-from lightning_mimose.measure.savings import savings
+from lightning_mimose.measure.savings import Savings, savings
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, Mark, Piece, StepTrace
+
+
+def peaks(found: Savings) -> dict[int, float]:
+    """The largest of the local maxima of every interval."""
+    return {mark: max(map(max, tops)) for mark, tops in found.tops.items()}
 
 
 def test_a_mask_s_bits_are_made_while_its_tensor_is_still_there() -> None:
@@ -21,6 +26,6 @@ def test_a_mask_s_bits_are_made_while_its_tensor_is_still_there() -> None:
     call = Call("block", 0, None, "recompute", marks={"again": 0, "again_out": 1}, items=(mask,))
     step = StepTrace((call,), marks, step.intervals, pieces=pieces)
     without, with_masks = savings(step, call, set(), set(), 2)
-    assert (without.gain_bytes, without.peak_bytes) == (0, {0: 100, 1: 94})
-    assert (with_masks.gain_bytes, with_masks.peak_bytes) == (31, {0: 100 + 1, 1: 94})
+    assert (without.gain_bytes, peaks(without)) == (0, {0: 100, 1: 94})
+    assert (with_masks.gain_bytes, peaks(with_masks)) == (31, {0: 100 + 1, 1: 94})
     assert savings(step, call, set(), {5}, 2)[1].lent_bytes == 31

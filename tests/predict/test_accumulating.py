@@ -9,6 +9,7 @@ import pytest
 
 from lightning_mimose.predict.accumulating import EITHER, either
 from lightning_mimose.predict.estimator import Estimator
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.rows import levels
 from lightning_mimose.predict.shapes import NEVER, Resident
@@ -62,7 +63,7 @@ def test_holds_are_kept() -> None:
     observations = Observed()
     values = np.zeros(measured.columns)
     for number, structure in enumerate((none, longer, kept, kept)):
-        observations.add((("batch", number),), structure, values, 0)
+        observations.add((("batch", number),), structure, Measured(values), 0)
     (one,) = observations.sizes
     assert one.old_gradient_bytes == EITHER
     assert one.loose[0].since_time == NEVER

@@ -16,9 +16,15 @@ from lightning_mimose.measure.observe import observe
 from lightning_mimose.predict import fit
 from lightning_mimose.predict.checking import EXACT_ERROR, left_out
 from lightning_mimose.predict.fit import MISSED, _solve, best_fit
+from lightning_mimose.predict.maxima import Expansion, Measured
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
+
+
+def rows_of(values: NDArray[np.float64]) -> list[Measured]:
+    """Sizes of which no local maxima are known."""
+    return [Measured(row) for row in values]
 
 
 def test_bounded_coefficients_are_those_of_scikit_learn() -> None:
@@ -54,15 +60,15 @@ def test_one_fit_tells_what_fits_without_each_size_would_say() -> None:
     lengths = [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
     design = np.array([[1.0, n, n * n] for n in lengths])
     values = generator.uniform(1e6, 1e9, (len(lengths), structure.columns))
-    check = left_out(design, values, structure.summary(values), structure, 0, rounds=False)
+    check = left_out(design, Expansion(rows_of(values)), structure.summary(values), structure, 0, rounds=False)
     assert sorted(check.checked) == list(range(len(lengths)))
     for row, found in zip(check.checked, check.predicted, strict=True):
         rest = [i for i, n in enumerate(lengths) if n != lengths[row]]
         alone = design[row] @ np.linalg.lstsq(design[rest], values[rest], rcond=None)[0]
         np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-3)
-    assert left_out(design[:4], values[:4], structure.summary(values[:4]), structure, 0, rounds=False).error == float(
-        "inf"
-    )
+    assert left_out(
+        design[:4], Expansion(rows_of(values[:4])), structure.summary(values[:4]), structure, 0, rounds=False
+    ).error == float("inf")
 
 
 def rows(sides: Sequence[int], small: int) -> tuple[list[dict[str, int]], NDArray[np.float64], Structure]:
@@ -75,11 +81,17 @@ def rows(sides: Sequence[int], small: int) -> tuple[list[dict[str, int]], NDArra
     return sizes, np.outer(areas + scratch, observation.values), observation.structure
 
 
+def images(sides: Sequence[int], small: int) -> tuple[list[dict[str, int]], list[Measured], Structure]:
+    """The same as `best_fit` takes them."""
+    sizes, values, structure = rows(sides, small)
+    return sizes, rows_of(values), structure
+
+
 def test_sizes_below_which_kernels_work_otherwise_areleft_out() -> None:
     """The rest is described exactly, and nothing is said of smaller ones."""
     sides = (64, 24, 96, 48, 80, 16, 72)
     sizes, values, structure = rows(sides, small=16)
-    fit = best_fit(sizes, values, structure, 0)
+    fit = best_fit(sizes, rows_of(values), structure, 0)
     assert fit.error < EXACT_ERROR
     assert fit.covers({"batch": 8, "side": 40})
     assert not fit.covers({"batch": 8, "side": 16})
@@ -90,7 +102,7 @@ def test_sizes_below_which_kernels_work_otherwise_areleft_out() -> None:
 def test_all_sizes_count_where_kernels_are_the_same() -> None:
     """None is left out then."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=0)
-    fit = best_fit(sizes, values, structure, 0)
+    fit = best_fit(sizes, rows_of(values), structure, 0)
     assert (fit.sizes, fit.without) == (7, ())
     assert fit.covers({"batch": 8, "side": 12})
 
@@ -101,7 +113,7 @@ def test_no_side_is_believed_to_be_the_same_below_what_was_seen() -> None:
     _, values, structure = rows([1], small=0)
     areas = [h * w + (128 * 128 if min(h, w) <= 16 else 0) for h, w in pairs]
     sizes = [{"batch": 8, "height": h, "width": w} for h, w in pairs]
-    fit = best_fit(sizes, np.outer(areas, values[0]), structure, 0)
+    fit = best_fit(sizes, rows_of(np.outer(areas, values[0])), structure, 0)
     assert fit.error < EXACT_ERROR
     assert fit.covers({"batch": 8, "height": 64, "width": 64})
     assert not fit.covers({"batch": 8, "height": 64, "width": 16})
@@ -112,7 +124,7 @@ def test_one_image_of_another_width_does_not_tell_a_sum_from_a_product() -> None
     _, values, structure = rows([1], small=0)
     pairs = ((190, 190), (190, 95), (95, 95), (161, 95), (127, 95))
     sizes = [{"batch": 8, "height": h, "width": w} for h, w in pairs]
-    found = best_fit(sizes, np.outer([h * w for h, w in pairs], values[0]), structure, 0)
+    found = best_fit(sizes, rows_of(np.outer([h * w for h, w in pairs], values[0])), structure, 0)
     for height, width in ((250, 95), (250, 250), (95, 190)):
         dims = {"batch": 8, "height": height, "width": width}
         believed = found.error_at(dims, 0) < EXACT_ERROR
@@ -129,7 +141,7 @@ def test_what_one_size_alone_says_is_believed_of_no_other() -> None:
 
     pairs = ((40, 20), (72, 36), (24, 12), (56, 28), (64, 32), (33, 16), (48, 24))
     sizes = [{"batch": 8, "input_ids:1": source, "labels:1": target} for source, target in pairs]
-    found = best_fit(sizes, np.outer([law(*pair) for pair in pairs], values[0]), structure, 0)
+    found = best_fit(sizes, rows_of(np.outer([law(*pair) for pair in pairs], values[0])), structure, 0)
     for source, target, known in ((96, 48, True), (80, 40, True), (80, 48, False), (40, 64, False)):
         dims = {"batch": 8, "input_ids:1": source, "labels:1": target}
         assert (found.error_at(dims, 0) < EXACT_ERROR) == known
@@ -141,7 +153,7 @@ def test_one_smaller_batch_is_believed_to_be_one() -> None:
     _, values, structure = rows([1], small=0)
     pairs = ((8, 40), (8, 52), (8, 61), (8, 77), (3, 45))
     sizes = [{"batch": batch, "ids:1": tokens} for batch, tokens in pairs]
-    found = best_fit(sizes, np.outer([batch * tokens for batch, tokens in pairs], values[0]), structure, 0)
+    found = best_fit(sizes, rows_of(np.outer([batch * tokens for batch, tokens in pairs], values[0])), structure, 0)
     assert found.error < EXACT_ERROR
     assert found.values_at({"batch": 3, "ids:1": 70}) == pytest.approx(values[0] * 210, rel=1e-6)
 
@@ -149,18 +161,18 @@ def test_one_smaller_batch_is_believed_to_be_one() -> None:
 def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more sizes the same is tried first, and nothing else if that does; else all is looked at again."""
     sides = (64, 24, 96, 48, 80, 16, 72)
-    first = best_fit(*rows(sides, small=16), 0)
+    first = best_fit(*images(sides, small=16), 0)
     assert first.without == (("side", 16),)
     made: list[int] = []
     outlined = fit._outlined
     monkeypatch.setattr(fit, "_outlined", lambda sizes, *rest: made.append(len(sizes)) or outlined(sizes, *rest))
-    again = best_fit(*rows((*sides, 40), small=16), 0, first.without)
+    again = best_fit(*images((*sides, 40), small=16), 0, first.without)
     assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
     made.clear()
-    best_fit(*rows((*sides, 40), small=24), 0, first.without)
+    best_fit(*images((*sides, 40), small=24), 0, first.without)
     assert made[:2] == [7, 8]
     made.clear()
-    best_fit(*rows((*sides, 40), small=16), 0, (("side", 64),))  # of which too few are left
+    best_fit(*images((*sides, 40), small=16), 0, (("side", 64),))  # of which too few are left
     assert made[0] == 8
 
 
@@ -172,7 +184,7 @@ def test_half_of_the_sizes_are_left_at_least() -> None:
         _, values, structure = rows([1], small=0)
         areas = [h * w + (128 * 128 if h <= 16 else 0) for h, w in all_pairs]
         sizes = [{"batch": 8, "height": h, "width": w} for h, w in all_pairs]
-        found = best_fit(sizes, np.outer(areas, values[0]), structure, 0)
+        found = best_fit(sizes, rows_of(np.outer(areas, values[0])), structure, 0)
         assert (found.without == (("height", 16),)) is without
 
 
@@ -180,7 +192,7 @@ def test_a_good_fit_leaves_nothing_out() -> None:
     """A little noise is no sign of another kernel."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72, 40, 56), small=0)
     noise = np.random.default_rng(0).uniform(-2e-3, 2e-3, (len(sizes), 1))
-    fit = best_fit(sizes, values * (1 + noise), structure, 0)
+    fit = best_fit(sizes, rows_of(values * (1 + noise)), structure, 0)
     assert fit.error > EXACT_ERROR
     assert (fit.sizes, fit.without) == (9, ())
 
@@ -188,4 +200,4 @@ def test_a_good_fit_leaves_nothing_out() -> None:
 def test_no_more_than_the_smallest_areleft_out() -> None:
     """Kernels that change in the middle of the range are no reason to believe in what is left."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=64)
-    assert best_fit(sizes, values, structure, 0).error > EXACT_ERROR
+    assert best_fit(sizes, rows_of(values), structure, 0).error > EXACT_ERROR

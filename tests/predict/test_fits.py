@@ -9,18 +9,18 @@ from functools import cache
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.fit import Fit, best_fit
 from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
 SIDES = (64, 24, 96, 48, 80, 16, 72, 40, 56)
-Known = dict[Key, NDArray[np.float64]]
+Known = dict[Key, Measured]
 
 
 @cache
@@ -34,7 +34,7 @@ def images(sides: Sequence[int], *, lawful: bool = False) -> Known:
     found: Known = {}
     for side in sides:
         luck = 1.0 if lawful else 1 + np.random.default_rng(side).random()
-        found[("batch", 8), ("side", side)] = real().values * side**2 * luck
+        found[("batch", 8), ("side", side)] = Measured(real().values * side**2 * luck)
     return found
 
 
@@ -59,7 +59,7 @@ class Asked:
 def at_once(count: int) -> Fit:
     """What nobody waits for."""
     known = images(SIDES[:count])
-    return best_fit([dict(key) for key in known], np.array(list(known.values())), real().structure, 0)
+    return best_fit([dict(key) for key in known], list(known.values()), real().structure, 0)
 
 
 def same(one: Fit, other: Fit) -> bool:

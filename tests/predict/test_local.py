@@ -14,6 +14,7 @@ from transformers import SwinConfig, SwinForImageClassification
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.fit import GOOD_ERROR, Fit, best_fit
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.recording import recorded
 
@@ -45,7 +46,9 @@ def dims(size: Size, batch: int = 2) -> dict[str, int]:
 def fit(*sizes: Size) -> Fit:
     """From some sizes."""
     values = np.array([step(size)[1] for size in sizes])
-    return best_fit([dims(size) for size in sizes], values, step(sizes[0])[0], RESIDENT_BYTES)
+    return best_fit(
+        [dims(size) for size in sizes], [Measured(row) for row in values], step(sizes[0])[0], RESIDENT_BYTES
+    )
 
 
 def missed(found: Fit, size: Size) -> float:

@@ -8,6 +8,7 @@ import pytest
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.assemble import assemble
 from lightning_mimose.predict.fit import best_fit
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.shortfalls import shortfalls
@@ -35,7 +36,7 @@ def test_exact_columns_get_nothing(steps: list[Observation]) -> None:
     """What follows a polynomial stays as it is."""
     sizes = [{"length": n} for n in LENGTHS]
     values = np.array([n * steps[0].values + n**2 * steps[1].values for n in LENGTHS])
-    fit = best_fit(sizes, values, steps[0].structure, 0)
+    fit = best_fit(sizes, [Measured(row) for row in values], steps[0].structure, 0)
     np.testing.assert_allclose(fit.short, 0.0, atol=0.5)
 
 
@@ -48,7 +49,7 @@ def test_a_moment_with_a_bend_is_never_predicted_too_low(steps: list[Observation
     for row, length in enumerate(LENGTHS):
         values[row, column] -= 0.3 * values[row, column] * (length > BENT)
     sizes = [{"length": n} for n in LENGTHS]
-    fit = best_fit(sizes, values, structure, 0)
+    fit = best_fit(sizes, [Measured(row) for row in values], structure, 0)
     assert fit.error < 1e-6, "the bend has to be in no whole peak"
     low = fit.basis.design(sizes) @ fit.coefficients
     assert (values - low)[:, column].max() > 100, "a polynomial has to miss it"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_mimose.measure.accumulation import summed_gradients
-from lightning_mimose.measure.interval import Allocator, Interval
+from lightning_mimose.measure.interval import Allocator, Climb, Interval
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
 from lightning_mimose.parts import storages_in
@@ -26,8 +26,7 @@ class DispatchMeter(ThreadedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._level = self._opened = self._peak = 0
-        self._rest: int | None = None
+        self._climb = Climb()
         self._known: dict[int, int] = {}
         self._gathered: dict[int, torch.UntypedStorage] = {}
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -43,15 +42,12 @@ class DispatchMeter(ThreadedMode):
     def mark(self) -> None:
         """Close the current interval."""
         self._notice_emptied()
-        self._intervals.append(Interval(self._opened, self._peak, self._rest))
-        self._opened = self._peak = self._level
-        self._rest = None
+        self._intervals.append(self._climb.closed())
 
     def hold(self, owner: object, nbytes: int) -> None:
         """Count what no operator returned."""
         self._known[id(owner)] = nbytes
-        self._level += nbytes
-        self._reached(self._level)
+        self._climb.changes(nbytes)
         weakref.finalize(owner, self._freed, id(owner))
 
     def ask(self, storage: torch.UntypedStorage) -> None:
@@ -98,28 +94,23 @@ class DispatchMeter(ThreadedMode):
             key = storage._cdata
             if key not in inputs and key not in self._known:
                 self._known[key] = storage.nbytes()
-                self._level += storage.nbytes()
+                self._climb.changes(storage.nbytes())
                 weakref.finalize(storage, self._freed, key)
-        self._reached(self._level + scratch)
+        self._climb.takes_for_a_moment(scratch)
         return out
-
-    def _reached(self, nbytes: int) -> None:
-        self._peak = max(self._peak, nbytes)
-        self._rest = None if self._rest is None else max(self._rest, nbytes)
 
     def _freed(self, key: int) -> None:
         if key in self._known:
             self._lower(self._known.pop(key))
 
     def _lower(self, nbytes: int, _: object = None) -> None:
-        self._level -= nbytes
-        self._rest = self._level if self._rest is None else self._rest
+        self._climb.changes(-nbytes)
 
     def _notice_filled(self, tree: Any) -> None:
         for storage in storages_in(tree):
             key = storage._cdata
             if key not in self._known:
-                self._level += storage.nbytes()
+                self._climb.changes(storage.nbytes())
                 self._known[key] = storage.nbytes()
             self._gathered[key] = storage
 

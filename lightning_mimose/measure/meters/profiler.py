@@ -18,7 +18,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as _profiler
 from torch.autograd.profiler import profile, record_function
 
-from lightning_mimose.measure.interval import Allocator, Interval
+from lightning_mimose.measure.interval import Allocator, Climb, Interval
 
 _MARK, _ASK, _GONE = "lightning_mimose/", "lightning_mimose/asked", "lightning_mimose/gone "
 _session = threading.Lock()
@@ -116,31 +116,24 @@ class ProfilerMeter:
             return []
         intervals: list[Interval] = []
         alive: dict[int, int] = dict(self._adopted)
-        level = opened = peak = 0
-        rest: int | None = None
+        climb = Climb()
         for event in sorted(_memory_and_marks(results.experimental_event_tree()), key=lambda e: e.start_time_ns):
             if event.name == _MARK:
-                intervals.append(Interval(opened, peak, rest))
-                opened = peak = level
-                rest = None
+                intervals.append(climb.closed())
                 continue
             if event.name == _ASK:
                 self.older.append(self._asked[len(self.older)] not in alive)
                 continue
             if event.name.startswith(_GONE):
-                level -= int(event.name.removeprefix(_GONE))
-                rest = level if rest is None else rest
+                climb.changes(-int(event.name.removeprefix(_GONE)))
                 continue
             fields = event.extra_fields
             if fields.alloc_size > 0:
                 alive[fields.ptr] = fields.alloc_size
-                level += fields.alloc_size
-                peak = max(peak, level)
-                rest = None if rest is None else max(rest, level)
+                climb.changes(fields.alloc_size)
             elif fields.ptr in alive:
-                level -= alive.pop(fields.ptr)
-                rest = level if rest is None else rest
-        intervals.append(Interval(opened, peak, rest))
+                climb.changes(-alive.pop(fields.ptr))
+        intervals.append(climb.closed())
         if len(self.older) < len(self._asked):  # asked in a thread that the profiler does not see
             self.older = [False] * len(self._asked)
         return intervals[1:]
