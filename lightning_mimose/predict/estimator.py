@@ -42,7 +42,8 @@ class Prediction:
         doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
         dims: The named dimensions it is for.
         reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
-        others: Predictions of the other paths that such a step may take; what is said besides holds for all of them.
+        others: Predictions of the other paths that such a step may take, or of other shapes on its path; what is said
+            besides holds for all of them.
     """
 
     structure: Structure
@@ -218,6 +219,7 @@ class Estimator:
             here = {structure.path for structure, known in observed.sizes.items() if key in known}
             paths = {path: each for path, each in paths.items() if path in here or (each and each.trusted)}
         first, *others = paths.values()
+        others += [self._fitted(structure, dims, key) for structure in observed.nearer(latest, key)]
         if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]

@@ -19,6 +19,8 @@ from lightning_mimose.predict.structure import Structure
 
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
+FEWEST_SIZES = 3
+"""Sizes of a shape that say that there are more like these."""
 FORGET_AFTER = 20
 """Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
 
@@ -251,6 +253,28 @@ class Observed:
         """The sizes with these dimensions that were measured of a shape."""
         return {key: measured for key, measured in self.sizes[structure].items() if names_of(key) == names}
 
+    def nearer(self, structure: Structure, key: Key) -> list[Structure]:
+        """Other shapes of steps on the same path, with sizes that are nearer to one which was not measured.
+
+        Short texts may be worked on in another way than long ones, by the same blocks: whatever was measured last, it
+        says less of sizes far from its own than what was seen around those.
+
+        Args:
+            structure: A shape that was measured.
+            key: A size.
+        """
+        names, gradients = names_of(key), structure.old_gradient_bytes
+        spans = {
+            other: known
+            for other in self.sizes
+            if other.path == structure.path and other.old_gradient_bytes == gradients
+            if len(known := self.of(other, names)) >= FEWEST_SIZES or other is structure
+        }
+        if any(key in known for known in spans.values()):
+            return []
+        beyond = {other: _beyond(key, known) for other, known in spans.items()}
+        return [other for other in spans if beyond[other] < beyond[structure]]
+
     def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
         """The sizes with these dimensions that were seen to take a path."""
         for structure, known in self.sizes.items():
@@ -306,3 +330,15 @@ class Observed:
         for number, pairs, steps in state["habits"]:
             self.habits.steps[tuple((name, int(value)) for name, value in pairs)] = paths[number], int(steps)
         self.scatter = Scatter()  # what is loaded was measured by somebody else
+
+
+def _beyond(key: Key, known: Collection[Key]) -> float:
+    """How many times a size is outside of what others span, in one dimension at least; 1 if it is in there."""
+    spans = [[other[i][1] for other in known] for i in range(len(key))]
+    return max(
+        (
+            max(value / max(1, max(span)), min(span) / max(1, value), 1.0)
+            for (_, value), span in zip(key, spans, strict=True)
+        ),
+        default=1.0,
+    )

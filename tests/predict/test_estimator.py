@@ -249,6 +249,33 @@ def test_a_size_of_the_first_step_is_predicted_beside_the_gradients_there_are_no
     assert (prediction.values == later(text(24)[0])).all()
 
 
+def test_what_was_seen_around_a_size_counts_however_short_the_last_ones_were() -> None:
+    """Short texts take another way through the same blocks: what they say of long ones is no more than theirs."""
+    long, short = replace(structure(), positions=structure().positions[:-1]), structure()
+    large, small = law(1), law(2)
+    estimator = Estimator()
+    for size in text(60, 80, 100, 130, 160):
+        estimator.add(size, long, large(size))
+    for size in text(21, 24, 27, 31, 34):
+        estimator.add(size, short, small(size))
+
+    def told(length: int) -> set[Structure]:
+        prediction = predicted(estimator, text(length)[0])
+        assert prediction.trusted
+        for each in (prediction, *prediction.others):
+            law_of = small if each.structure == short else large
+            assert each.values == pytest.approx(law_of(text(length)[0]))
+        return {each.structure for each in (prediction, *prediction.others)}
+
+    assert told(29) == {short}
+    assert told(90) == {short, long}
+    assert told(55) == {short, long}, "in between they may take either"
+    assert told(40) == {short}
+    estimator.add(text(120)[0], long, large(text(120)[0]))
+    assert told(90) == {long}
+    assert told(29) == {short, long}
+
+
 @pytest.mark.parametrize("asked", [1, 20_000])
 def test_far_outside_the_range_nothing_is_trusted(asked: int) -> None:
     """However well the fit does inside it."""
