@@ -86,9 +86,9 @@ class Advisor(Student):
         self.resident = resident.without(batch_bytes)
         self.estimator.resident_bytes = self.resident.total_bytes
         planned = size.rounded_up()
-        plan = self.planner.cache.get(self._key(planned), self.budget_bytes)
+        plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:
-            plan, planned = self.planner.cache.get(self._key(size), self.budget_bytes), size
+            plan, planned = self.planner.known(self._key(size), self.budget_bytes), size
         hit, infeasible, proves = plan is not None, False, False
         if plan is None:
             planned, prediction = self._known_size(size)

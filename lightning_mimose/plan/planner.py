@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.heuristic import least_peak_bound
 from lightning_mimose.plan.optimal import least_peak_heuristic, plan_exact, smallest_feasible
 from lightning_mimose.plan.plan import Plan
-from lightning_mimose.plan.scheduler import PlannerChoice, Scheduler
+from lightning_mimose.plan.scheduler import PlannerChoice, Question, Scheduler
 from lightning_mimose.plan.structure import best_incumbent, plan_of
 from lightning_mimose.predict.timeline import Timeline
 
@@ -21,6 +22,9 @@ LEAST_SECONDS = 2.0
 
 ASK_AGAIN_SHARE = 0.002
 """By how much more room there has to be for a plan that was not found to be looked for once more."""
+
+MOST_PUT_OFF_BYTES = 64 << 20
+"""What questions that are put off may hold."""
 
 SAVERS = 8
 """How many of the most saving plans are remembered."""
@@ -66,14 +70,36 @@ class Planner:
         self._answers = PlanCache(capacity=64)
         self.scheduler = Scheduler(planner)
         self._savers: tuple[Plan, ...] = ()
+        self._put_off: OrderedDict[tuple[Hashable, int], tuple[Question, int]] = OrderedDict()
+        """For what, and under which budget -> what will be asked when it is wanted again, and the bytes it holds."""
         self._asked: dict[tuple[Hashable, int], int] = {}
         """For what, and under which budget -> the most bytes that a plan was looked for in beside the training."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is put off stays with the original, as its thread does."""
+        return {**self.__dict__, "_put_off": OrderedDict()}
 
     def forget(self) -> None:
         """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
         self.cache.clear()
         self._answers.clear()
         self._asked.clear()
+        self._put_off.clear()
+
+    def known(self, key: Hashable, budget_bytes: int) -> Plan | None:
+        """The plan that is remembered.
+
+        One that was made at once may be bettered beside the training, from now on: for a size that comes but once
+        nobody would use the better one, and looking for it takes the training's processors.
+
+        Args:
+            key: What it is for (a size).
+            budget_bytes: The budget.
+        """
+        plan = self.cache.get(key, budget_bytes)
+        if plan is not None and (key, budget_bytes) in self._put_off:
+            self.scheduler.beside(self._put_off.pop((key, budget_bytes))[0])
+        return plan
 
     def plan(
         self,
@@ -110,7 +136,8 @@ class Planner:
                 self.cache.replace(key, budget_bytes, used[0], plan)
 
         known = [*self.cache.incumbents(key, budget_bytes), *self._savers]
-        plan = self._quick(menu, most_bytes, margin_bytes, known, better)
+        questions: list[Question] = []
+        plan = self._quick(menu, most_bytes, margin_bytes, known, better, questions.append)
         infeasible = False
         if plan is None and can_wait and self.scheduler.planner == "auto":
             asked = self._asked.get((key, budget_bytes), 0)
@@ -126,6 +153,8 @@ class Planner:
             self._remember(plan)
         self.cache.put(key, budget_bytes, plan)
         used.append(plan)
+        for question in questions:
+            self._ask_later((key, budget_bytes), question, menu.relief_bytes.nbytes)
         return Answer(plan, infeasible)
 
     def keep(self, key: Hashable, timeline: Timeline, budget_bytes: int, margin_bytes: int) -> Plan | None:
@@ -170,11 +199,22 @@ class Planner:
         margin_bytes: int,
         known: Sequence[Plan],
         on_better: Callable[[Plan], None] | None = None,
+        put_off: Callable[[Question], None] | None = None,
     ) -> Plan | None:
-        plan = self.scheduler.plan(menu, budget_bytes - margin_bytes, incumbents=known, on_better=on_better)
+        plan = self.scheduler.plan(
+            menu, budget_bytes - margin_bytes, incumbents=known, on_better=on_better, put_off=put_off
+        )
         if plan is None and self.scheduler.planner == "greedy":
             return self.scheduler.plan(menu, budget_bytes)
         return best_incumbent(menu, budget_bytes, known) if plan is None else plan
+
+    def _ask_later(self, slot: tuple[Hashable, int], question: Question, nbytes: int) -> None:
+        """Keep a question until its plan is wanted again; at once, where there is no room for all of them."""
+        self._put_off.pop(slot, None)
+        self._put_off[slot] = question, nbytes
+        while sum(held for _, held in self._put_off.values()) > MOST_PUT_OFF_BYTES:
+            _, (oldest, _) = self._put_off.popitem(last=False)
+            self.scheduler.beside(oldest)
 
     def _hard(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan:
         """The fastest plan within the budget less its margin, or else the one with the least peak."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +24,9 @@ from lightning_mimose.predict.timeline import Timeline
 
 PlannerChoice: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeline, int], Plan | Mapping[str, str]]
 
+Question: TypeAlias = Callable[[], None]
+"""What the thread is asked."""
+
 SMALL = 16
 """Options up to which the exact answer takes as little time as the heuristic one."""
 
@@ -29,6 +35,9 @@ WAITING = 4
 
 IDLE_SECONDS = 5.0
 """How long the thread waits for another question before it ends; the next question starts a new one."""
+
+NICENESS = 10
+"""By how much the thread gives way to the training, where threads can: it has all the time that steps leave."""
 
 EXACT_SECONDS = 5.0
 """How long an exact answer may take. It cannot be interrupted, so this is also how long `close` may wait."""
@@ -77,7 +86,7 @@ class Scheduler:
     def __init__(self, planner: PlannerChoice = "auto") -> None:
         check_planner(planner)
         self.planner = planner
-        self._questions: deque[Callable[[], None]] = deque(maxlen=WAITING)
+        self._questions: deque[Question] = deque(maxlen=WAITING)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = False
@@ -94,6 +103,7 @@ class Scheduler:
         budget_bytes: int,
         incumbents: Sequence[Incumbent] = (),
         on_better: Callable[[Plan], None] | None = None,
+        put_off: Callable[[Question], None] | None = None,
     ) -> Plan | None:
         """The plan to use now.
 
@@ -104,6 +114,7 @@ class Scheduler:
                 than one of them that fits.
             on_better: Called from the planner's thread when it has a plan that is strictly faster than the one
                 returned. Only with `"auto"`.
+            put_off: Given what the thread would be asked for that, instead of the thread; for `beside`, later.
 
         Returns:
             The plan; None when none that fits was found.
@@ -121,7 +132,8 @@ class Scheduler:
         # Where a better one follows, one that takes a fraction of the time does.
         plan = plan_heuristic(timeline, budget_bytes, incumbents, None if on_better is None else self._starts)
         if on_better is not None and plan is not None and not (fits and len(plan) == 0):
-            self.beside(partial(self._better, timeline, budget_bytes, plan, tuple(incumbents), on_better))
+            ask = put_off or self.beside
+            ask(partial(self._better, timeline, budget_bytes, plan, tuple(incumbents), on_better))
         return plan
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -139,7 +151,7 @@ class Scheduler:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def beside(self, question: Callable[[], None]) -> None:
+    def beside(self, question: Question) -> None:
         """Have a question answered by the thread, which is started if there is none."""
         with self._changed:
             if self._closed:
@@ -152,6 +164,10 @@ class Scheduler:
 
     def _answer_all(self) -> None:
         """The thread: the newest question first, since its batch was the last one seen."""
+        if sys.platform == "linux":  # elsewhere the whole process would
+            with suppress(OSError):
+                niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, niceness))
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._questions or self._closed, IDLE_SECONDS)

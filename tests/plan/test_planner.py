@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -32,15 +34,50 @@ BUDGET = share_of(TIMELINE, 0.5)
 
 
 def test_a_plan_is_remembered_and_bettered(made: Planner) -> None:
-    """By the exact one, when it is there."""
+    """By the exact one, when it is there: that is looked for once the plan is wanted again."""
     plan, infeasible = made.plan("size", TIMELINE, BUDGET, margin_bytes=100)
     check(TIMELINE, plan, BUDGET - 100)
     assert not infeasible
+    assert made.known("size", BUDGET) == plan
     assert made.scheduler.wait(60)
-    known, best = made.cache.get("size", BUDGET), plan_exact(TIMELINE, BUDGET - 100)
+    known, best = made.known("size", BUDGET), plan_exact(TIMELINE, BUDGET - 100)
     assert known is not None
     assert best is not None
     assert known.added_seconds == pytest.approx(best.added_seconds, rel=2e-3)
+
+
+def test_a_better_plan_is_looked_for_once_and_only_for_what_comes_again(
+    made: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless there are so many of them that they cannot all wait; and not for what is believed no more."""
+    asked: list[object] = []
+    monkeypatch.setattr(made.scheduler, "beside", asked.append)
+    made.plan("size", TIMELINE, BUDGET, 0)
+    assert made.known("another", BUDGET) is made.known("size", BUDGET - 1) is None
+    assert not asked
+    for _ in range(3):
+        assert made.known("size", BUDGET) is not None
+    assert len(asked) == 1
+    made.plan("late", TIMELINE, BUDGET, 0)
+    made.forget()
+    made.known("late", BUDGET)
+    assert len(asked) == 1
+    monkeypatch.setattr(planner, "MOST_PUT_OFF_BYTES", int(2.5 * TIMELINE.relief_bytes.nbytes))
+    for number in range(4):
+        made.plan(number, TIMELINE, BUDGET, 0)
+    assert len(asked) == 3
+    assert made.known(0, BUDGET) is not None
+    assert len(asked) == 3
+    assert made.known(3, BUDGET) is not None
+    assert len(asked) == 4
+
+
+def test_a_copy_asks_nothing(made: Planner) -> None:
+    """What was put off stays with the original."""
+    made.plan("size", TIMELINE, BUDGET, 0)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other.known("size", BUDGET) == made.cache.get("size", BUDGET)
+        assert other.scheduler.wait(0)
 
 
 @pytest.mark.usefixtures("clueless")
