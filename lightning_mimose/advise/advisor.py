@@ -20,8 +20,8 @@ from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
+from lightning_mimose.predict.checking import USABLE_ERROR
 from lightning_mimose.predict.estimator import Prediction
-from lightning_mimose.predict.fit import USABLE_ERROR
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size

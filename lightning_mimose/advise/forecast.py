@@ -12,9 +12,9 @@ from lightning_mimose.errors import MimoseError
 from lightning_mimose.menu import CHUNKS, GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
+from lightning_mimose.predict.checking import GOOD_ERROR
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
-from lightning_mimose.predict.fit import GOOD_ERROR
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.penalties import Penalties

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lightning_mimose.predict.checking import EXACT_ERROR
-from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
+from lightning_mimose.predict.checking import EXACT_ERROR, USABLE_ERROR
+from lightning_mimose.predict.fit import Fit, Value
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.paths import Key, names_of
 from lightning_mimose.predict.structure import Structure

@@ -14,6 +14,10 @@ from lightning_mimose.predict.structure import Structure
 
 LEAN_ERROR = 1e-3
 """Share of the step's peak by which that of a grade of lean saves may be mispredicted for plans to use it."""
+GOOD_ERROR = 0.005
+"""Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
+USABLE_ERROR = 0.05
+"""The same, once there are enough sizes: the error is then added to every prediction as a margin."""
 EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.bare import is_contradicted
+from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
-from lightning_mimose.predict.fit import GOOD_ERROR, USABLE_ERROR, Fit, Value
+from lightning_mimose.predict.fit import Fit, Value
 from lightning_mimose.predict.fits import Fits
 from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 
+from lightning_mimose.predict.checking import USABLE_ERROR
 from lightning_mimose.predict.features import may_be_surfaces
-from lightning_mimose.predict.fit import USABLE_ERROR, Fit, Value, best_fit
+from lightning_mimose.predict.fit import Fit, Value
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.late import Late
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, names_of

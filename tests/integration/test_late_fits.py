@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import MAY_BE_LATE
+from lightning_mimose.predict.fitting import best_fit
 from tests.helpers.architectures import equal, train
 from tests.helpers.models import Batch, TinyText, text_batch
 

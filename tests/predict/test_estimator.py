@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import BLOCKS
-from lightning_mimose.predict.fit import best_fit
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded

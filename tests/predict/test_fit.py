@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from lightning_mimose.measure.observe import observe
-from lightning_mimose.predict import fit
+from lightning_mimose.predict import fitting
 from lightning_mimose.predict.checking import EXACT_ERROR, left_out
-from lightning_mimose.predict.fit import MISSED, _solve, best_fit
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Expansion, Measured
+from lightning_mimose.predict.solving import MISSED, monotone
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -34,7 +35,7 @@ def test_bounded_coefficients_are_those_of_scikit_learn() -> None:
     values = design @ np.array([[3.0, 2.0], [1e-7, 4.0], [-1e-6, 1.0]]) * 1e6
     values = np.concatenate([values, values, values[:, :1]], axis=1)
     expected = LinearRegression(fit_intercept=False, positive=True).fit(design, values).coef_.T
-    assert np.array_equal(_solve(design, values)[:, [0, 2, 4]], expected[:, [0, 2, 4]])
+    assert np.array_equal(monotone(design, values)[:, [0, 2, 4]], expected[:, [0, 2, 4]])
 
 
 @settings(max_examples=50)
@@ -45,7 +46,7 @@ def test_none_that_could_be_bounded_is_passed_over(seed: int, exponent: float) -
     design = np.vander(np.sort(random.uniform(0.1, 1.0, 8)), 3)
     truth = random.uniform(0, 1, (3, 20)) - 10**exponent * random.uniform(0, 1, (3, 20))
     values = (design @ truth + MISSED * random.uniform(-1, 1, (8, 20))) * 1e6
-    found = _solve(design, values)
+    found = monotone(design, values)
     for target, coefficients in zip(values.T, found.T, strict=True):
         close = MISSED * np.abs(target).max()
         bound = LinearRegression(fit_intercept=False, positive=True).fit(design, target).coef_
@@ -164,8 +165,8 @@ def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) 
     first = best_fit(*images(sides, small=16), 0)
     assert first.without == (("side", 16),)
     made: list[int] = []
-    outlined = fit._outlined
-    monkeypatch.setattr(fit, "_outlined", lambda sizes, *rest: made.append(len(sizes)) or outlined(sizes, *rest))
+    outlined = fitting.outlined
+    monkeypatch.setattr(fitting, "outlined", lambda sizes, *rest: made.append(len(sizes)) or outlined(sizes, *rest))
     again = best_fit(*images((*sides, 40), small=16), 0, first.without)
     assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
     made.clear()

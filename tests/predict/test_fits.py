@@ -12,8 +12,9 @@ import pytest
 
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.predict.fit import Fit, best_fit
+from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import HOPELESS_ERROR, MAY_BE_LATE, Fits
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key
 from tests.helpers.models import TinyText, text_batch

@@ -13,7 +13,9 @@ from transformers import SwinConfig, SwinForImageClassification
 
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.menu import GRADES
-from lightning_mimose.predict.fit import GOOD_ERROR, Fit, best_fit
+from lightning_mimose.predict.checking import GOOD_ERROR
+from lightning_mimose.predict.fit import Fit
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.recording import recorded
@@ -85,7 +87,7 @@ def test_images_of_any_size_are_predicted() -> None:
 
 def test_without_it_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is for: the best single basis misses them."""
-    monkeypatch.setattr("lightning_mimose.predict.fit.fit_locally", lambda *_: None)
+    monkeypatch.setattr("lightning_mimose.predict.choice.fit_locally", lambda *_: None)
     found = fit(*SEEN)
     assert found.local is None
     errors = []

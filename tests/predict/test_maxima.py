@@ -15,7 +15,7 @@ from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.checking import EXACT_ERROR
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.predict.fit import best_fit
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Expansion, Groups, Maxima, Measured
 from tests.helpers.recording import recorded
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.assemble import assemble
-from lightning_mimose.predict.fit import best_fit
+from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident

@@ -1,0 +1,182 @@
+"""A choice: the basis that describes some sizes best, of all columns together or of each for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.checking import (
+    EXACT_ERROR,
+    GOOD_ERROR,
+    UNCHECKED,
+    Check,
+    doubtful,
+    largest_error,
+    left_out,
+)
+from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
+from lightning_mimose.predict.fit import Fit, Value
+from lightning_mimose.predict.local import LocalFit, fit_locally
+from lightning_mimose.predict.maxima import Expansion, Measured
+from lightning_mimose.predict.shortfalls import shortfalls
+from lightning_mimose.predict.solving import monotone
+from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.tilings import MULTIPLES
+
+BETTER = 0.75
+"""What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
+FEW_ODD = 2
+"""Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
+MANY_SIZES = 8
+"""Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
+COLUMN_SHARE = 1e-6
+"""Share of a column's largest value by which a basis that describes it may miss it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What describes some sizes best; to make a fit of it takes longer than to compare it with others.
+
+    Attributes:
+        sizes: The sizes.
+        expansion: What was measured of them.
+        structure: What the columns are.
+        resident_bytes: See `best_fit`.
+        dims: The dimensions that vary and do not follow from others.
+        relations: How the others follow.
+        basis: The basis.
+        local: What describes every column in a basis of its own, where that is better.
+        check: What came of predicting sizes from the others.
+    """
+
+    sizes: Sequence[Mapping[str, int]]
+    expansion: Expansion
+    structure: Structure
+    resident_bytes: int
+    dims: tuple[str, ...]
+    relations: tuple[Relation, ...]
+    basis: Basis
+    local: LocalFit | None
+    check: Check
+
+    @property
+    def rank(self) -> tuple[float, bool]:
+        """The less the better: of those that are exact, one that rests on no single size."""
+        return max(self.check.error, EXACT_ERROR), bool(self.check.resting.size)
+
+    @property
+    def misses_nothing(self) -> bool:
+        """Whether every column follows the basis, in all of the sizes that it was found from."""
+        orthogonal, values = np.linalg.qr(self.basis.design(self.sizes))[0], self.expansion.values
+        missed = np.abs(values - orthogonal @ (orthogonal.T @ values))
+        return bool((missed <= np.maximum(0.5, COLUMN_SHARE * np.abs(values).max(axis=0))).all())
+
+    def detailed(self) -> Choice:
+        """With a basis for every column, where that is better."""
+        if self.check.error <= EXACT_ERROR or not may_be_surfaces(self.sizes):
+            return self
+        values = self.expansion.plain
+        truth = self.structure.summary(values)
+
+        def error_of(left_out: NDArray[np.float64]) -> float:
+            return largest_error(left_out, truth, self.structure, self.resident_bytes)
+
+        def will_do(left_out: NDArray[np.float64]) -> bool:
+            error = error_of(left_out)
+            return error < BETTER * self.check.error and (error <= EXACT_ERROR or len(self.sizes) >= MANY_SIZES)
+
+        local = fit_locally(self.sizes, values, self.structure, self.dims, self.basis, will_do)
+        if local is None:
+            return self
+        error = error_of(local.left_out)
+        check = Check(error, range(len(self.sizes)), local.left_out, np.zeros((0, 0)))
+        return replace(self, local=local, check=check)
+
+    def fit(self, without: Sequence[Value] = ()) -> Fit:
+        """The fit, if these values of sides were left out of its sizes."""
+        design = self.basis.design(self.sizes)
+        inverse = np.linalg.pinv(design.T @ design)
+        solved, short = np.zeros((design.shape[1], 0)), np.zeros(self.structure.columns)
+        expansion, values = self.expansion, self.expansion.plain
+        if self.local is None:
+            solved = monotone(design, expansion.values)
+            peaks = self.structure.summary(values)[:, 0] + self.resident_bytes
+            if isfinite(self.check.error):
+                missing = values - expansion.collapsed(design @ solved)
+                short = shortfalls(self.structure, missing, self.check.error * peaks)
+        names = self.sizes[0].keys()
+        sides = tuple(name for name in self.dims if name != "batch")
+        return Fit(
+            self.basis,
+            solved,
+            self.check.error,
+            len(self.sizes),
+            {name: min(size[name] for size in self.sizes) for name in names},
+            {name: max(size[name] for size in self.sizes) for name in names},
+            doubtful(self.check, values, self.structure, self.resident_bytes),
+            self.relations,
+            inverse,
+            float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
+            self.local,
+            sides,
+            _grains(self.sizes, sides),
+            tuple(without),
+            self.check.resting if self.check.resting.size else None,
+            short,
+            expansion if self.local is None else None,
+        )
+
+
+def outlined(
+    sizes: Sequence[Mapping[str, int]], measured: Sequence[Measured], structure: Structure, resident_bytes: int
+) -> Choice:
+    """What describes some sizes best: every column as a polynomial, or the local maxima of those that have several."""
+    choice = _of_basis(sizes, Expansion(measured), structure, resident_bytes)
+    if not isfinite(choice.check.error) or choice.misses_nothing:
+        return choice
+    expansion = Expansion(measured, expands=True)
+    if not expansion:
+        return choice
+    other = _of_basis(sizes, expansion, structure, resident_bytes)
+    # Exact ones are told apart by no whole peak: a plan may have its peak at any moment.
+    return other if other.check.error <= max(EXACT_ERROR, BETTER * choice.check.error) else choice
+
+
+def _of_basis(
+    sizes: Sequence[Mapping[str, int]], expansion: Expansion, structure: Structure, resident_bytes: int
+) -> Choice:
+    """The basis that describes all columns best; one that rests on single sizes only where no other one is good."""
+    dims, relations = varying_dims(sizes)
+    candidates = bases(dims, sizes)
+    best, basis, truth = UNCHECKED, candidates[0], structure.summary(expansion.plain)
+    partial: tuple[Check, Basis] | None = None
+    for candidate in candidates:
+        design = candidate.design(sizes)
+        check = left_out(design, expansion, truth, structure, resident_bytes, rounds=candidate.rounds)
+        if check.resting.size:
+            partial = partial or (check, candidate)
+            continue
+        if check.error < BETTER * best.error:
+            best, basis = check, candidate
+        if check.error <= EXACT_ERROR:
+            break
+    if partial is not None and best.error > GOOD_ERROR:
+        best, basis = partial
+    return Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, best)
+
+
+def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:
+    """Sides, and what those of all sizes are multiples of: each of whole blocks, or all of them but for a few sizes."""
+    surfaces = len(sides) == 2 or may_be_surfaces(sizes)
+    odd = {
+        grain: sum(any(size[name] % grain for name in sides) for size in sizes)
+        for grain in (MULTIPLES if surfaces else BLOCKS)
+    }
+    alike = [grain for grain, count in odd.items() if count <= (FEW_ODD if surfaces else 0)]
+    # Where one of two lengths is padded, all steps without padding have whole blocks of it, and of the other anything.
+    alone = [(side, block) for side in sides for block in BLOCKS if not any(size[side] % block for size in sizes)]
+    return tuple(dict.fromkeys([*((side, grain) for side in sides for grain in alike), *alone]))
