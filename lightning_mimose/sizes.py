@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from lightning_mimose.dims import BATCH, Leaf, leaves_of, names_of
 from lightning_mimose.errors import SizeError
 from lightning_mimose.labels import Labels
 from lightning_mimose.layouts import Layout
+from lightning_mimose.size_functions import SizeFn, asked, check_size_fn, whole
 
 _KNOWN_SHAPES = 256  # batches whose shapes were met, and so need not be read again
 
@@ -64,22 +64,6 @@ UNSIZED = BatchSize(())
 """Stands for the size of a batch that is not known yet."""
 
 
-def check_size_fn(size_fn: object) -> None:
-    """Check what is to read sizes.
-
-    Raises:
-        SizeError: It is neither a function nor None.
-
-    Example:
-        >>> check_size_fn(len)
-    """
-    if size_fn is not None and not callable(size_fn):
-        raise SizeError(
-            f"size_fn={size_fn!r} was asked for; it is a function from a batch to an int or to named dimensions, as "
-            "size_fn=lambda batch: batch['input_ids'].shape[1]."
-        )
-
-
 class SizeTracker:
     """Reads the size of every batch and learns which dimensions matter.
 
@@ -99,7 +83,7 @@ class SizeTracker:
         ({'batch': 8, 'input_ids:1': 64}, ('input_ids:1',))
     """
 
-    def __init__(self, size_fn: Callable[[Any], int | Mapping[str, int]] | None = None) -> None:
+    def __init__(self, size_fn: SizeFn | None = None) -> None:
         """Start with nothing seen.
 
         Args:
@@ -126,8 +110,8 @@ class SizeTracker:
         """The size of this batch, which is remembered.
 
         Raises:
-            SizeError: If there is no tensor in the batch, if `size_fn` returns anything but an int or a mapping of
-                names to ints, or if the type of the batch, or of that result, is not what it was before.
+            SizeError: If there is no tensor in the batch, if `size_fn` raises or returns anything but an int or a
+                mapping of names to ints, or if the type of the batch, or of that result, is not what it was before.
         """
         shapes = _shapes(batch) if self.size_fn is None else None
         if shapes is None:
@@ -143,7 +127,7 @@ class SizeTracker:
 
     def _observe(self, batch: Any) -> BatchSize:
         self.labels.observe(batch)
-        dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
+        dims = self._read(batch) if self.size_fn is None else self._ask(batch, self.size_fn)
         return self._see(dims | self.labels.dims)
 
     def observe_leaves(self, leaves: Sequence[Leaf]) -> BatchSize:
@@ -181,7 +165,7 @@ class SizeTracker:
                     f"The size of this batch is read where the model is called, in {list(self.names)}: it shows when "
                     "the step runs. Name these dimensions in place of a batch."
                 )
-            dims = self._read(batch) if self.size_fn is None else self._ask(self.size_fn(batch))
+            dims = self._read(batch) if self.size_fn is None else self._ask(batch, self.size_fn)
             dims |= self.labels.dims_of(batch)
             return BatchSize(tuple(dims.items()), self._index.get(frozenset(dims), len(self._layouts)))
         fitting = [index for index, layout in enumerate(self._layouts) if set(batch) <= set(layout.names)]
@@ -224,9 +208,9 @@ class SizeTracker:
         place = {name: i for i, name in enumerate(layout.names)}
         for name, value in part.items():
             for i in next(group for group in layout.groups if place[name] in group):
-                values[i] = _whole(value)
+                values[i] = whole(value)
         for name, value in part.items():
-            values[place[name]] = _whole(value)  # named itself: even if it always was equal to another
+            values[place[name]] = whole(value)  # named itself: even if it always was equal to another
         return BatchSize(tuple(zip(layout.names, values, strict=True)), index)
 
     @property
@@ -284,14 +268,8 @@ class SizeTracker:
                 return apart
         return dims
 
-    def _ask(self, answer: Any) -> dict[str, int]:
-        pairs = answer.items() if isinstance(answer, Mapping) else [("size", answer)]
-        dims = {name: _whole(value) for name, value in pairs if isinstance(name, str)}
-        if not dims or len(dims) < len(pairs) or min(dims.values()) < 0:
-            raise SizeError(
-                f"size_fn returned {answer!r}. It must return a non-negative int, or a mapping of at least one name to "
-                "such ints, for example {'tokens': 512}."
-            )
+    def _ask(self, batch: Any, size_fn: SizeFn) -> dict[str, int]:
+        answer, dims = asked(size_fn, batch)
         self._same_kind("mapping" if isinstance(answer, Mapping) else "int", answer, "result of size_fn")
         return dims
 
@@ -312,19 +290,11 @@ def is_size(value: Any) -> bool:
         >>> is_size({"batch": 8, "ids:1": 52}), is_size({"ids": [1, 2]})
         (True, False)
     """
-    return isinstance(value, Mapping) and bool(value) and all(_whole(each) >= 0 for each in value.values())
+    return isinstance(value, Mapping) and bool(value) and all(whole(each) >= 0 for each in value.values())
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
-
-
-def _whole(value: Any) -> int:
-    """`value` as an int, or -1 if it is none: numpy's and torch's integers are, True is not."""
-    try:
-        return -1 if isinstance(value, bool) else operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
-        return -1
 
 
 def _kind(batch: Any) -> str:

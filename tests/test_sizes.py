@@ -143,6 +143,23 @@ def test_size_fn() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({"ids": torch.zeros(2, 3)}, "one of type dict with the keys 'ids'"),
+        (torch.zeros(2, 3), r"one of type Tensor and shape \(2, 3\)"),
+        ([1, 2], "one of type list and length 2"),
+        (object(), "one of type object"),
+    ],
+)
+def test_a_size_fn_that_raises_is_named(batch: Any, named: str) -> None:
+    """With what it raised, and what it was given."""
+    tracker = SizeTracker(lambda batch: batch["nope"])
+    with pytest.raises(SizeError, match=f"size_fn raised .*Error: .*{named}") as raised:
+        tracker.observe(batch)
+    assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
     "answer", [None, "8", 8.0, True, -1, {}, {"n": 8.0}, {"n": True}, {"n": -1}, {3: 8}, [8], zeros(2), {"n": None}]
 )
 def test_size_fn_refused(answer: Any) -> None:

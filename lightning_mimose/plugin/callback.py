@@ -30,7 +30,7 @@ from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
 from lightning_mimose.settings import check_choices
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
-from lightning_mimose.sizes import check_size_fn
+from lightning_mimose.size_functions import check_size_fn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
