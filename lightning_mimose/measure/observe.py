@@ -50,7 +50,7 @@ class _Columns:
         """Of some local maxima, the largest; all of them less what they are measured from."""
         column = self.add(max(map(max, groups)) - above)
         if len(groups) > 1 or len(groups[0]) > 1:
-            self.maxima[column] = tuple([tuple([max(0.0, float(top - above)) for top in tops]) for tops in groups])
+            self.maxima[column] = moved(groups, -above)
         return column
 
 

@@ -106,7 +106,7 @@ class Choice:
             solved = monotone(design, expansion.values)
             peaks = self.structure.summary(values)[:, 0] + self.resident_bytes
             if isfinite(self.check.error):
-                missing = values - expansion.collapsed(design @ solved)
+                missing = values - np.maximum(expansion.collapsed(design @ solved), 0.0)
                 short = shortfalls(self.structure, missing, self.check.error * peaks)
         names = self.sizes[0].keys()
         sides = tuple(name for name in self.dims if name != "batch")

@@ -22,7 +22,9 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 """Local maxima of a stretch, of every part of it that something known begins."""
 
 REACH = 4.0
-"""How many times smaller than the largest a maximum is, and grows faster, that may yet be the largest elsewhere."""
+"""How many times smaller than the largest a maximum is that may yet be the largest in other sizes."""
+SAME = 1e-9
+"""By how much shares differ for the sake of arithmetic."""
 
 
 def moved(groups: Groups, nbytes: float) -> Groups:
@@ -42,7 +44,7 @@ class Maxima:
     Attributes:
         columns: Shape (parts,), in order: the column that a part belongs to.
         lengths: Shape (parts,): how many maxima it has.
-        tops: Shape (maxima,), bytes.
+        tops: Shape (maxima,), bytes; below zero where only others are above it.
 
     Example:
         >>> maxima = Maxima.of({4: ((2.0,), (1.0, 3.0))})
@@ -189,7 +191,7 @@ def _rivals(owners: Ints, tops: Floats) -> tuple[Ints, Floats]:
     _, first, column = np.unique(owners, return_index=True, return_inverse=True)
     largest = np.maximum.reduceat(tops, first, axis=1)
     share = tops / np.maximum(largest, 1.0)[:, column]
-    every = np.arange(len(owners))
-    most, least = (share[at[column], every] for at in (largest.argmax(axis=0), largest.argmin(axis=0)))
-    may_be = (share.max(axis=0) >= 1) | ((most * REACH > 1) & (most > least))
+    most = share.max(axis=0)
+    # One that is the same share of the largest in all sizes stays below it.
+    may_be = (most >= 1) | ((most * REACH > 1) & (most - share.min(axis=0) > SAME))
     return owners[may_be], tops[:, may_be]
