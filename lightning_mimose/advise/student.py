@@ -178,8 +178,8 @@ class Student(Forecast):
             host_seconds: The same on the host; 0 where nobody knows.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or prediction.others:  # it may have taken another path
-            return
+        if prediction is None or any(each.structure.path != prediction.structure.path for each in prediction.others):
+            return  # it may have taken another path
         structure, values, pace = prediction.structure, prediction.values, self.estimator.pace
         operations = operations_of(structure, values, actions)
         if operations is None:

@@ -193,7 +193,7 @@ class Engine:
     def detach(self) -> None:
         """Leave the model as it was. What was learnt stays with the advisor."""
         with ExitStack() as last:  # each of these runs, whatever another one raises
-            last.callback(self.advisor.planner.scheduler.close)
+            last.callback(self.advisor.planner.close)
             last.callback(self._attachment.detach)
             last.callback(self._inlets.detach)
             if self.tenancy is not None:

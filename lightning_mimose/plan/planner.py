@@ -79,6 +79,11 @@ class Planner:
         """What is put off stays with the original, as its thread does."""
         return {**self.__dict__, "_put_off": OrderedDict()}
 
+    def close(self) -> None:
+        """Nothing is asked any more: end the thread, see `Scheduler.close`."""
+        self._put_off.clear()
+        self.scheduler.close()
+
     def forget(self) -> None:
         """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
         self.cache.clear()
@@ -171,6 +176,7 @@ class Planner:
         if int(timeline.base_bytes.max(initial=0)) > budget_bytes - margin_bytes:
             return None
         plan = plan_of(timeline, np.zeros(0, dtype=np.intp))
+        self._put_off.pop((key, budget_bytes), None)
         self.cache.put(key, budget_bytes, plan)
         return plan
 
@@ -209,12 +215,14 @@ class Planner:
         return best_incumbent(menu, budget_bytes, known) if plan is None else plan
 
     def _ask_later(self, slot: tuple[Hashable, int], question: Question, nbytes: int) -> None:
-        """Keep a question until its plan is wanted again; at once, where there is no room for all of them."""
+        """Keep a question until its plan is wanted again; the oldest are forgotten, their plans stay as they are."""
         self._put_off.pop(slot, None)
         self._put_off[slot] = question, nbytes
-        while sum(held for _, held in self._put_off.values()) > MOST_PUT_OFF_BYTES:
-            _, (oldest, _) = self._put_off.popitem(last=False)
-            self.scheduler.beside(oldest)
+        while len(self._put_off) > 1 and (
+            len(self._put_off) > self.cache.capacity
+            or sum(held for _, held in self._put_off.values()) > MOST_PUT_OFF_BYTES
+        ):
+            self._put_off.popitem(last=False)
 
     def _hard(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> Plan:
         """The fastest plan within the budget less its margin, or else the one with the least peak."""

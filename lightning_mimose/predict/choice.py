@@ -13,6 +13,7 @@ from lightning_mimose.predict.checking import (
     EXACT_ERROR,
     GOOD_ERROR,
     UNCHECKED,
+    USABLE_ERROR,
     Check,
     doubtful,
     largest_error,
@@ -33,8 +34,8 @@ FEW_ODD = 2
 """Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
-COLUMN_SHARE = 1e-6
-"""Share of a column's largest value by which a basis that describes it may miss it."""
+CLOSE_BYTES, COLUMN_SHARE = 64.0, 1e-6
+"""By how much a basis that describes a column may miss it, and which share of its largest value."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,21 @@ class Choice:
         return max(self.check.error, EXACT_ERROR), bool(self.check.resting.size)
 
     @property
-    def misses_nothing(self) -> bool:
-        """Whether every column follows the basis, in all of the sizes that it was found from."""
-        orthogonal, values = np.linalg.qr(self.basis.design(self.sizes))[0], self.expansion.values
-        missed = np.abs(values - orthogonal @ (orthogonal.T @ values))
-        return bool((missed <= np.maximum(0.5, COLUMN_SHARE * np.abs(values).max(axis=0))).all())
+    def astray(self) -> NDArray[np.bool_]:
+        """Columns that follow the basis by themselves, and not as the largest of their maxima, shape (columns,).
+
+        These have changed places in time, so that one size's was taken for another's.
+        """
+        orthogonal, plain = np.linalg.qr(self.basis.design(self.sizes))[0], self.expansion.plain
+
+        def follows(values: NDArray[np.float64]) -> NDArray[np.float64]:
+            described: NDArray[np.float64] = orthogonal @ (orthogonal.T @ values)
+            return described
+
+        misses = np.abs(plain - self.expansion.collapsed(follows(self.expansion.values))).max(axis=0)
+        close = np.maximum(CLOSE_BYTES, COLUMN_SHARE * np.abs(plain).max(axis=0))
+        astray: NDArray[np.bool_] = (misses > close) & (misses > np.abs(plain - follows(plain)).max(axis=0))
+        return astray
 
     def detailed(self) -> Choice:
         """With a basis for every column, where that is better."""
@@ -127,31 +138,62 @@ class Choice:
             tuple(without),
             self.check.resting if self.check.resting.size else None,
             short,
-            expansion if self.local is None else None,
+            expansion.collapsed if expansion and self.local is None else None,
         )
 
 
 def outlined(
     sizes: Sequence[Mapping[str, int]], measured: Sequence[Measured], structure: Structure, resident_bytes: int
 ) -> Choice:
-    """What describes some sizes best: every column as a polynomial, or the local maxima of those that have several."""
-    choice = _of_basis(sizes, Expansion(measured), structure, resident_bytes)
-    if not isfinite(choice.check.error) or choice.misses_nothing:
-        return choice
-    expansion = Expansion(measured, expands=True)
-    if not expansion:
-        return choice
-    other = _of_basis(sizes, expansion, structure, resident_bytes)
-    # Exact ones are told apart by no whole peak: a plan may have its peak at any moment.
-    return other if other.check.error <= max(EXACT_ERROR, BETTER * choice.check.error) else choice
+    """What describes some sizes best: every column as a polynomial, or the local maxima of those that have several.
 
-
-def _of_basis(
-    sizes: Sequence[Mapping[str, int]], expansion: Expansion, structure: Structure, resident_bytes: int
-) -> Choice:
-    """The basis that describes all columns best; one that rests on single sizes only where no other one is good."""
+    Maxima come first, though a single polynomial describes what was seen: in other sizes another one may be the
+    largest. Of images they are asked only where that nearly does, for there are many bases.
+    """
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
+    smooth = [basis for basis in candidates if not basis.rounds]
+
+    def best(expansion: Expansion, among: Sequence[Basis]) -> Choice:
+        check, basis = _best(sizes, expansion, structure, resident_bytes, among)
+        return Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, check)
+
+    def of_maxima(among: Sequence[Basis]) -> Choice | None:
+        expansion = Expansion(measured, expands=True)
+        if not expansion:
+            return None
+        choice = best(expansion, among)
+        astray = choice.astray if isfinite(choice.check.error) else None
+        if astray is None or not astray.any():
+            return choice
+        return best(Expansion(measured, expands=True, but=astray), among)
+
+    surfaces = may_be_surfaces(sizes)
+    found = None if surfaces else of_maxima(smooth)
+    if found is not None and found.rank == (EXACT_ERROR, False):
+        return found
+    plain = best(Expansion(measured), candidates)
+    rounded = [plain.basis] if plain.basis.rounds else []
+    if (surfaces and plain.check.error <= USABLE_ERROR) or rounded:
+        other = of_maxima([*smooth, *rounded] if surfaces else rounded)
+        found = min((each for each in (found, other) if each is not None), key=lambda each: each.rank, default=None)
+    if found is None or found.rank > plain.rank or not isfinite(found.check.error):
+        return plain
+    return found if found.rank[0] <= max(EXACT_ERROR, BETTER * plain.check.error) else plain
+
+
+def _best(
+    sizes: Sequence[Mapping[str, int]],
+    expansion: Expansion,
+    structure: Structure,
+    resident_bytes: int,
+    candidates: Sequence[Basis],
+) -> tuple[Check, Basis]:
+    """The basis that describes all columns best; one that rests on single sizes only where no other one is good.
+
+    Of those that are exact the simplest, unless another one describes more of the maxima that are not the largest yet.
+    """
+    loose = -1
     best, basis, truth = UNCHECKED, candidates[0], structure.summary(expansion.plain)
     partial: tuple[Check, Basis] | None = None
     for candidate in candidates:
@@ -160,13 +202,27 @@ def _of_basis(
         if check.resting.size:
             partial = partial or (check, candidate)
             continue
-        if check.error < BETTER * best.error:
-            best, basis = check, candidate
-        if check.error <= EXACT_ERROR:
+        if check.error > EXACT_ERROR:
+            if check.error < BETTER * best.error:
+                best, basis = check, candidate
+            continue
+        left = _loose(design, expansion)
+        if loose < 0 or left < loose:
+            best, basis, loose = check, candidate, left
+        if not left:
             break
     if partial is not None and best.error > GOOD_ERROR:
         best, basis = partial
-    return Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, best)
+    return best, basis
+
+
+def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:
+    """How many local maxima do not follow a basis."""
+    if not expansion:
+        return 0
+    orthogonal, values = np.linalg.qr(design)[0], expansion.values
+    missed = np.abs(values - orthogonal @ (orthogonal.T @ values)).max(axis=0)
+    return int((missed > np.maximum(CLOSE_BYTES, COLUMN_SHARE * np.abs(values).max(axis=0))).sum())
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:

@@ -220,7 +220,7 @@ class Estimator:
             here = {structure.path for structure, known in observed.sizes.items() if key in known}
             paths = {path: each for path, each in paths.items() if path in here or (each and each.trusted)}
         first, *others = paths.values()
-        others += [self._fitted(structure, dims, key) for structure in observed.nearer(latest, key)]
+        others += [self._fitted(each, dims, key) for path in paths for each in observed.nearer(newest[path], key)]
         if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]

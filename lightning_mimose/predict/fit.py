@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.features import Basis, Relation
 from lightning_mimose.predict.local import LocalFit
-from lightning_mimose.predict.maxima import Expansion
+from lightning_mimose.predict.maxima import Collapse
 from lightning_mimose.predict.solving import LEVERAGE
 
 Value: TypeAlias = tuple[str, int]
@@ -24,7 +24,7 @@ class Fit:
 
     Attributes:
         basis: Its features.
-        coefficients: Shape (features, columns and more, see `expansion`); of none where `local` describes them.
+        coefficients: Shape (features, columns and more, see `collapsed`); of none where `local` describes them.
         error: The largest error of predicting one size from the others, as a share of the size's peak.
         sizes: How many it was made from.
         low: The least value of every dimension.
@@ -42,7 +42,7 @@ class Fit:
         resting: Shape (features, directions); along these its features rest on single sizes that nothing checks.
         short: What is added to every column so that no moment of any of the sizes is predicted lower than what was seen
             by more than the error; 0 for none.
-        expansion: What the columns of `coefficients` are.
+        collapsed: From what `coefficients` give to columns, where these are more.
     """
 
     basis: Basis
@@ -61,7 +61,7 @@ class Fit:
     without: tuple[Value, ...] = ()
     resting: NDArray[np.float64] | None = None
     short: NDArray[np.float64] | float = 0.0
-    expansion: Expansion | None = None
+    collapsed: Collapse | None = None
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -69,7 +69,7 @@ class Fit:
             values = self.local.values_at(dims)
         else:
             values = self.basis.features(dims) @ self.coefficients
-            values = values if self.expansion is None else self.expansion.collapsed(values)
+            values = values if self.collapsed is None else self.collapsed(values)
         return np.maximum(values, 0.0) + self.short
 
     def error_at(self, dims: Mapping[str, int], resident_bytes: int) -> float:

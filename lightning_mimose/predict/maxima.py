@@ -92,16 +92,49 @@ class Measured(NamedTuple):
     maxima: Maxima = NOT_KNOWN
 
 
+@dataclass(frozen=True, eq=False)
+class Collapse:
+    """From columns with their local maxima to the largest of each.
+
+    Attributes:
+        columns: How many they are without the maxima that come besides.
+        owned: Shape (columns with several,); which have some.
+        starts: Shape (columns with several,); where these begin, after the columns.
+    """
+
+    columns: int
+    owned: Ints
+    starts: Ints
+
+    def __call__(self, values: Floats) -> Floats:
+        """The columns as they were, each the largest of its local maxima.
+
+        Args:
+            values: Shape (..., columns and more).
+
+        Returns:
+            Shape (..., columns).
+        """
+        if not len(self.owned):
+            return values
+        found: Floats = values[..., : self.columns].copy()
+        others = np.maximum.reduceat(values[..., self.columns :], self.starts, axis=-1)
+        found[..., self.owned] = np.maximum(found[..., self.owned], others)
+        return found
+
+
 class Expansion:
     """Some sizes' columns, with the local maxima of each in place of their largest.
 
     Args:
         measured: The sizes.
         expands: Whether to do so; otherwise they are as they were.
+        but: Shape (columns,): those that stay as they were; none if it is not given.
 
     Attributes:
         plain: Shape (sizes, columns).
         values: Shape (sizes, columns and more).
+        collapsed: From those back to these.
 
     Example:
         >>> tops = [(2.0, 1.0), (4.0, 4.0), (6.0, 9.0)]
@@ -113,13 +146,17 @@ class Expansion:
         [[2.0], [4.0], [9.0]]
     """
 
-    def __init__(self, measured: Sequence[Measured], *, expands: bool = False) -> None:
+    def __init__(
+        self, measured: Sequence[Measured], *, expands: bool = False, but: NDArray[np.bool_] | None = None
+    ) -> None:
         self.plain = self.values = np.array([each.values for each in measured])
-        self._columns = self.plain.shape[1]
-        self._owned = self._starts = np.zeros(0, dtype=np.intp)
+        columns, none = self.plain.shape[1], np.zeros(0, dtype=np.intp)
+        self.collapsed = Collapse(columns, none, none)
         if not expands:
             return
         owners, tops = _rivals(*_aligned([each.maxima for each in measured]))
+        if but is not None:
+            owners, tops = owners[~but[owners]], tops[:, ~but[owners]]
         _, first = np.unique(owners, return_index=True)
         more = np.ones(len(owners), dtype=bool)
         more[first] = False
@@ -127,27 +164,11 @@ class Expansion:
         inplace = self.plain.copy()
         inplace[:, owners[~more & several]] = tops[:, ~more & several]
         self.values = np.concatenate([inplace, tops[:, more]], axis=1)
-        self._owned, self._starts = np.unique(owners[more], return_index=True)
+        self.collapsed = Collapse(columns, *np.unique(owners[more], return_index=True))
 
     def __bool__(self) -> bool:
         """Whether there are more columns than before."""
-        return bool(self.values.shape[1] > self._columns)
-
-    def collapsed(self, values: Floats) -> Floats:
-        """The columns as they were, each the largest of its local maxima.
-
-        Args:
-            values: Shape (..., columns and more).
-
-        Returns:
-            Shape (..., columns).
-        """
-        if values.shape[-1] == self._columns:
-            return values
-        found: Floats = values[..., : self._columns].copy()
-        others = np.maximum.reduceat(values[..., self._columns :], self._starts, axis=-1)
-        found[..., self._owned] = np.maximum(found[..., self._owned], others)
-        return found
+        return bool(self.values.shape[1] > self.plain.shape[1])
 
 
 def _aligned(maxima: Sequence[Maxima]) -> tuple[Ints, Floats]:

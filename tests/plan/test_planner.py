@@ -49,7 +49,7 @@ def test_a_plan_is_remembered_and_bettered(made: Planner) -> None:
 def test_a_better_plan_is_looked_for_once_and_only_for_what_comes_again(
     made: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless there are so many of them that they cannot all wait; and not for what is believed no more."""
+    """Not for what is believed no more, nor for the oldest of so many that they cannot all wait."""
     asked: list[object] = []
     monkeypatch.setattr(made.scheduler, "beside", asked.append)
     made.plan("size", TIMELINE, BUDGET, 0)
@@ -65,10 +65,18 @@ def test_a_better_plan_is_looked_for_once_and_only_for_what_comes_again(
     monkeypatch.setattr(planner, "MOST_PUT_OFF_BYTES", int(2.5 * TIMELINE.relief_bytes.nbytes))
     for number in range(4):
         made.plan(number, TIMELINE, BUDGET, 0)
+    assert all(made.known(number, BUDGET) is not None for number in (0, 1))
+    assert len(asked) == 1
+    assert all(made.known(number, BUDGET) is not None for number in (2, 3))
     assert len(asked) == 3
-    assert made.known(0, BUDGET) is not None
-    assert len(asked) == 3
-    assert made.known(3, BUDGET) is not None
+    made.cache.capacity = 1
+    for number in range(4, 7):
+        made.plan(number, TIMELINE, BUDGET, 0)
+    assert [made.known(number, BUDGET) is None for number in range(4, 7)] == [True, True, False]
+    assert len(asked) == 4
+    made.plan("last", TIMELINE, BUDGET, 0)
+    made.close()
+    assert made.known("last", BUDGET) is not None
     assert len(asked) == 4
 
 
