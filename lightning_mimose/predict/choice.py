@@ -160,18 +160,18 @@ def outlined(
 
     def of_maxima(among: Sequence[Basis]) -> Choice | None:
         expansion = Expansion(measured, expands=True)
-        if not expansion:
-            return None
-        choice = best(expansion, among)
-        astray = choice.astray if isfinite(choice.check.error) else None
-        if astray is None or not astray.any():
+        return best(expansion, among) if expansion else None
+
+    def without_strays(choice: Choice) -> Choice:
+        astray = choice.astray
+        if not astray.any():
             return choice
-        return best(Expansion(measured, expands=True, but=astray), among)
+        return best(Expansion(measured, expands=True, but=astray), [choice.basis])
 
     surfaces = may_be_surfaces(sizes)
     found = None if surfaces else of_maxima(smooth)
     if found is not None and found.rank == (EXACT_ERROR, False):
-        return found
+        return without_strays(found)
     plain = best(Expansion(measured), candidates)
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or rounded:
@@ -179,7 +179,7 @@ def outlined(
         found = min((each for each in (found, other) if each is not None), key=lambda each: each.rank, default=None)
     if found is None or found.rank > plain.rank or not isfinite(found.check.error):
         return plain
-    return found if found.rank[0] <= max(EXACT_ERROR, BETTER * plain.check.error) else plain
+    return without_strays(found) if found.rank[0] <= max(EXACT_ERROR, BETTER * plain.check.error) else plain
 
 
 def _best(

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import BertConfig, BertForSequenceClassification
 
-from lightning_mimose import StepRecord
+from lightning_mimose import Mimose, StepRecord
+from lightning_mimose.predict.checking import EXACT_ERROR
 from tests.helpers.architectures import train
 from tests.helpers.models import Batch
 
@@ -242,3 +244,24 @@ def check(
     assert all(0 <= predicted - peak <= RNG_STATE_BYTES for predicted, peak in planned)
     assert all(actions.keys() <= r.actions.keys() for r in done.mimose.records if not r.sheltered)
     return list(done.mimose.records)
+
+
+def test_lengths_whose_peaks_are_of_different_operations() -> None:
+    """In short texts the wide layer's, in long ones attention's: learnt exactly from five of them, for all actions."""
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=lambda model, batch: model(**batch).loss) as mimose:
+        for length in (64, 14, 26, 19, 9):
+            ids = torch.randint(1, 64, (4, length))
+            mask, labels = torch.ones_like(ids), torch.zeros(4, dtype=torch.long)
+            mimose.step({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        estimator = mimose._engine.advisor.estimator
+        *_, (dims, _, _) = estimator.observations()
+        prediction = estimator.predict({name: 40 if value == 9 else value for name, value in dims.items()})
+    assert prediction is not None
+    assert prediction.trusted
+    assert prediction.error < EXACT_ERROR
+    assert not prediction.doubtful

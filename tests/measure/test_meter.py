@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from lightning_mimose.measure import scratch
-from lightning_mimose.measure.interval import Interval
+from lightning_mimose.measure.interval import MOST_TOPS, Climb, Interval
 from lightning_mimose.measure.meter import Meter, has_memory_counters, make_meter
 from lightning_mimose.measure.meters.accelerator import AcceleratorMeter
 from lightning_mimose.measure.meters.dispatch import DispatchMeter
@@ -97,6 +97,21 @@ def test_local_maxima_are_told_in_order(make: Callable[[], Meter]) -> None:
         (6 * KIB,),
         (6 * KIB,),
     ]
+
+
+def test_intervals_with_very_many_maxima_tell_none() -> None:
+    """Their peak is what is known of them."""
+    climb = Climb()
+    for _ in range(MOST_TOPS):
+        climb.changes(2)
+        climb.changes(-1)
+    assert len(climb.closed().tops_bytes) == MOST_TOPS
+    for _ in range(MOST_TOPS + 1):
+        climb.changes(1)
+        climb.changes(-1)
+    interval = climb.closed()
+    assert interval.tops_bytes == ()
+    assert interval.peak_bytes == MOST_TOPS + 1
 
 
 @METERS

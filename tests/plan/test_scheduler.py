@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -100,6 +102,16 @@ def test_few_options_are_solved_exactly_at_once(auto: Scheduler) -> None:
     assert best is not None
     assert plan.added_seconds == pytest.approx(best.added_seconds, rel=1e-3)
     assert planner_threads() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the whole process's")
+def test_the_thread_gives_way_and_the_training_does_not(auto: Scheduler) -> None:
+    """It is nicer than whoever asks, who stays as before."""
+    before, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    auto.beside(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert auto.wait(60)
+    assert found == [min(19, before + scheduler.NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_close_leaves_no_thread_and_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:

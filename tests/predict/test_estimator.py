@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -274,6 +274,45 @@ def test_what_was_seen_around_a_size_counts_however_short_the_last_ones_were() -
     estimator.add(text(120)[0], long, large(text(120)[0]))
     assert told(90) == {long}
     assert told(29) == {short, long}
+
+
+def test_other_shapes_count_on_the_path_that_a_size_takes() -> None:
+    """Not on the latest one alone: two tasks in turns, of which one has two shapes."""
+    task = replace(structure(), calls=tuple(replace(call, key=f"{call.key}!") for call in structure().calls))
+    large, small, long = law(1), law(2), replace(task, positions=task.positions[:-1])
+    estimator, generator = Estimator(), np.random.default_rng(0)
+    for size in text(60, 80, 100, 130, 160):
+        estimator.add(size, long, large(size))
+    for size in text(24, 31, 34, 51, 57):
+        estimator.add(size, task, small(size))
+    for size in text(*generator.choice(range(20, 170), 20, replace=False).tolist()):
+        estimator.add(size, structure(), small(size))
+    for size, shape in ((text(33)[0], task), (text(40)[0], structure())):
+        estimator.add(size, shape, small(size))
+    prediction = predicted(estimator, text(151)[0])
+    assert prediction.trusted
+    assert long in {each.structure for each in (prediction, *prediction.others)}
+    assert predicted(estimator, text(43)[0]).trusted
+
+
+def test_which_other_shapes_say_something_of_a_size() -> None:
+    """None of one that was measured; none beside other gradients, or of very few sizes."""
+    short, long = structure(), replace(structure(), positions=structure().positions[:-1])
+    key = tuple(sorted(text(90)[0].items()))
+
+    def others(shape: Structure, lengths: Sequence[int]) -> list[Structure]:
+        estimator = Estimator()
+        for size in text(*lengths):
+            estimator.add(size, shape, law()(size))
+        for size in text(21, 24, 27):
+            estimator.add(size, short, law()(size))
+        return estimator.observed.nearer(short, key)
+
+    assert others(long, (60, 80, 130)) == [long]
+    assert not others(long, (60, 130)), "too few"
+    assert not others(long, (60, 90, 130)), "it was measured"
+    assert not others(long, (600, 800, 900)), "no nearer"
+    assert not others(replace(long, old_gradient_bytes=4096), (60, 80, 130))
 
 
 @pytest.mark.parametrize("asked", [1, 20_000])
