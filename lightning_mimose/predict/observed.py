@@ -268,7 +268,7 @@ class Observed:
             other: known
             for other in self.sizes
             if other.path == structure.path and other.old_gradient_bytes == gradients
-            if len(known := self.of(other, names)) >= FEWEST_SIZES or other is structure
+            if len(known := self.of(other, names)) >= FEWEST_SIZES or other == structure
         }
         if any(key in known for known in spans.values()):
             return []
