@@ -334,11 +334,10 @@ class Observed:
 
 def _beyond(key: Key, known: Collection[Key]) -> float:
     """How many times a size is outside of what others span, in one dimension at least; 1 if it is in there."""
-    spans = [[other[i][1] for other in known] for i in range(len(key))]
-    return max(
-        (
-            max(value / max(1, max(span)), min(span) / max(1, value), 1.0)
-            for (_, value), span in zip(key, spans, strict=True)
-        ),
-        default=1.0,
+    if not known:
+        return float("inf")
+    spans = ([other[i][1] for other in known] for i in range(len(key)))
+    outside = (
+        (value / max(1, max(span)), min(span) / max(1, value)) for (_, value), span in zip(key, spans, strict=True)
     )
+    return max((1.0, *(each for pair in outside for each in pair)))

@@ -315,6 +315,17 @@ def test_which_other_shapes_say_something_of_a_size() -> None:
     assert not others(replace(long, old_gradient_bytes=4096), (60, 80, 130))
 
 
+def test_a_shape_of_which_no_such_sizes_are_left_says_nothing() -> None:
+    """It is still known of batches of another kind."""
+    estimator, long = Estimator(), replace(structure(), positions=structure().positions[:-1])
+    for size in text(60, 80, 130):
+        estimator.add(size, long, law()(size))
+    estimator.add({"batch": 8, "mask:1": 24}, structure(), law()({"batch": 8, "ids:1": 24}))
+    key = tuple(sorted(text(90)[0].items()))
+    assert estimator.observed.nearer(structure(), key) == [long]
+    assert estimator.observed.nearer(long, key) == []
+
+
 @pytest.mark.parametrize("asked", [1, 20_000])
 def test_far_outside_the_range_nothing_is_trusted(asked: int) -> None:
     """However well the fit does inside it."""
