@@ -159,27 +159,26 @@ def outlined(
         return Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, check)
 
     def of_maxima(among: Sequence[Basis]) -> Choice | None:
+        """Only exactly: where these follow a basis no better than that, it is another one than they do follow."""
         expansion = Expansion(measured, expands=True)
-        return best(expansion, among) if expansion else None
-
-    def without_strays(choice: Choice) -> Choice:
+        choice = best(expansion, among) if expansion else None
+        if choice is None or choice.rank != (EXACT_ERROR, False):
+            return None
         astray = choice.astray
         if not astray.any():
             return choice
-        return best(Expansion(measured, expands=True, but=astray), [choice.basis])
+        choice = best(Expansion(measured, expands=True, but=astray), [choice.basis])
+        return choice if choice.rank == (EXACT_ERROR, False) else None
 
     surfaces = may_be_surfaces(sizes)
     found = None if surfaces else of_maxima(smooth)
-    if found is not None and found.rank == (EXACT_ERROR, False):
-        return without_strays(found)
+    if found is not None:
+        return found
     plain = best(Expansion(measured), candidates)
     rounded = [plain.basis] if plain.basis.rounds else []
-    if (surfaces and plain.check.error <= USABLE_ERROR) or rounded:
-        other = of_maxima([*smooth, *rounded] if surfaces else rounded)
-        found = min((each for each in (found, other) if each is not None), key=lambda each: each.rank, default=None)
-    if found is None or found.rank > plain.rank or not isfinite(found.check.error):
-        return plain
-    return without_strays(found) if found.rank[0] <= max(EXACT_ERROR, BETTER * plain.check.error) else plain
+    if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
+        found = of_maxima([*smooth, *rounded] if surfaces else rounded)
+    return found or plain
 
 
 def _best(
