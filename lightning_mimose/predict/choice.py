@@ -75,15 +75,10 @@ class Choice:
 
         These have changed places in time, so that one size's was taken for another's.
         """
-        orthogonal, plain = np.linalg.qr(self.basis.design(self.sizes))[0], self.expansion.plain
-
-        def follows(values: NDArray[np.float64]) -> NDArray[np.float64]:
-            described: NDArray[np.float64] = orthogonal @ (orthogonal.T @ values)
-            return described
-
-        misses = np.abs(plain - self.expansion.collapsed(follows(self.expansion.values))).max(axis=0)
-        close = np.maximum(CLOSE_BYTES, COLUMN_SHARE * np.abs(plain).max(axis=0))
-        astray: NDArray[np.bool_] = (misses > close) & (misses > np.abs(plain - follows(plain)).max(axis=0))
+        design, plain = self.basis.design(self.sizes), self.expansion.plain
+        missed = np.abs(plain - self.expansion.collapsed(_described(design, self.expansion.values))).max(axis=0)
+        alone = np.abs(plain - _described(design, plain)).max(axis=0)
+        astray: NDArray[np.bool_] = (missed > _close(plain)) & (missed > alone)
         return astray
 
     def detailed(self) -> Choice:
@@ -219,9 +214,21 @@ def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:
     """How many local maxima do not follow a basis."""
     if not expansion:
         return 0
-    orthogonal, values = np.linalg.qr(design)[0], expansion.values
-    missed = np.abs(values - orthogonal @ (orthogonal.T @ values)).max(axis=0)
-    return int((missed > np.maximum(CLOSE_BYTES, COLUMN_SHARE * np.abs(values).max(axis=0))).sum())
+    missed = np.abs(expansion.values - _described(design, expansion.values)).max(axis=0)
+    return int((missed > _close(expansion.values)).sum())
+
+
+def _described(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What of some columns a basis describes, shape (sizes, columns)."""
+    orthogonal = np.linalg.qr(design)[0]
+    described: NDArray[np.float64] = orthogonal @ (orthogonal.T @ values)
+    return described
+
+
+def _close(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By how much a basis may miss columns that it describes, shape (columns,)."""
+    close: NDArray[np.float64] = np.maximum(CLOSE_BYTES, COLUMN_SHARE * np.abs(values).max(axis=0))
+    return close
 
 
 def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:
