@@ -34,7 +34,7 @@ Value = str | int
 class _Steps:
     """Of steps of batches with one value: numbers of operations, two of the sizes, and which dimensions these had."""
 
-    counts: set[int] = field(default_factory=set)
+    counts: set[Hashable] = field(default_factory=set)
     sizes: set[Hashable] = field(default_factory=set)
     layouts: set[int] = field(default_factory=set)
 
@@ -134,13 +134,13 @@ class Labels:
         """How many of some dimensions stand for labels that batches are told apart by."""
         return sum(name.partition("=")[0] in self.told for name in names if "=" in name)
 
-    def ran(self, size: Hashable, layout: int, count: int) -> str | None:
+    def ran(self, size: Hashable, layout: int, count: Hashable) -> str | None:
         """The latest batch's forward is over.
 
         Args:
             size: Its size.
             layout: Stands for the dimensions that it has: what has others is told apart anyway.
-            count: How many operations with gradients there were.
+            count: How many operations with gradients there were, or what stands for all that was done with them.
 
         Returns:
             By what batches should be told apart, if anything decides about that number that is not the size.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -259,14 +261,17 @@ class _Calls:
         self._note_given(leaves)
         out: Any = None
         left: dict[Place, torch.Tensor] = {}
-        ran, began = False, torch._C._autograd._get_sequence_nr()
+        ran, began, thread = False, torch._C._autograd._get_sequence_nr(), get_ident()
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
             nonlocal ran
             if ran:
                 session.latest = name
-            else:  # torch before 2.13 makes one to hold what the region is given
-                session.own_nodes += torch._C._autograd._get_sequence_nr() - began
+                # A backward in the midst of the forward: what is counted there is counted in its thread.
+                with session.counting_own() if get_ident() == thread else nullcontext():
+                    return original(*inner_args, **inner_kwargs)
+            # torch before 2.13 makes one to hold what the region is given.
+            session.own_nodes += torch._C._autograd._get_sequence_nr() - began
             ran = True
             return original(*inner_args, **inner_kwargs)
 

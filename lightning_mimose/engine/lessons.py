@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,14 +83,14 @@ class Lessons:
         """Planned steps in a row whose prediction held, more or less; no more than there were of this mode and kind."""
         return min(self._advisor.misses.verified, self._advisor.estimator.verified)
 
-    def of_kind(self, step: Step, count: int) -> None:
-        """A step's forward is over: learn of which kind it was.
+    def of_kind(self, step: Step, what: Hashable) -> None:
+        """A step's passes are over: learn of which kind it was.
 
         Args:
             step: The step.
-            count: How many operations with gradients it had.
+            what: Stands for what it did with gradients, see `engine.passes`.
         """
-        seen = self._advisor.postures.saw(step.batch_idx, step.size, count)
+        seen = self._advisor.postures.saw(step.batch_idx, step.size, what)
         step.strange = seen.kind not in (None, step.kind)
         if seen.doubts and not step.sheltered:
             self._advisor.misses.verified = 0  # the next are held against theirs
@@ -101,7 +101,7 @@ class Lessons:
             self._advisor.announce(
                 "mimose: forwards had different operations, so what was learnt of steps is learnt anew"
             )
-        self.unlike.ran(step.size, count)
+        self.unlike.ran(step.size, what)
 
     def begin_lap(self, *, anyway: bool) -> Any:
         """The point of the device's time at which a step begins; None where it is not timed.

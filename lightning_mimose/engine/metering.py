@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from lightning_mimose.actions.session import Session
 from lightning_mimose.engine.lessons import Lessons
-from lightning_mimose.engine.nodes import Nodes
+from lightning_mimose.engine.passes import Passes
 from lightning_mimose.engine.step import Step
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.collector import StepRecorder
@@ -59,7 +59,9 @@ class Metering:
         self._is_free = counters.exist(device)
         self.planned = self._bounded = 0
         self._due = LEARNING_STEPS
-        self._nodes = Nodes()
+        self._passes = Passes()
+        self._fates: Mapping[frozenset[str], Sequence[str | None]] | None = None
+        """What became of the units' inputs in this step's forward."""
 
     def arm(self, step: Step) -> None:
         """See whether a step is to be measured."""
@@ -161,7 +163,8 @@ class Metering:
         if not step.sheltered:
             self._follow_inputs(step)
         self._session.own_nodes = 0  # those of calls before the step's forward do not count either
-        self._nodes.begin()
+        self._passes.begin()
+        self._fates = None
 
     def _start(self, step: Step) -> None:
         assert step.recorder is not None
@@ -195,13 +198,10 @@ class Metering:
 
     def begin_backward(self, step: Step, loss: torch.Tensor | None) -> None:
         """The forward is done and gradients are zeroed."""
-        session, count = self._session, self._nodes.end(self._session.own_nodes)
-        # Parts of a batch have operations of their own, and so have units that run again in a backward in mid-forward.
-        if not (count is None or step.updating or step.retried or session.splits or session.latest):
-            self._lessons.of_kind(step, count)
+        if not step.updating:
+            self._passes.begin_backward(loss, self._session.own_nodes)
         if self._session.watch is not None:
-            step.inputs_taught = self._lessons.of_inputs(step, self._session.watch.fates())
-            self._session.watch = None
+            self._fates, self._session.watch = self._session.watch.fates(), None
         if isinstance(step.recorder, PeakRecorder) and step.measuring:
             step.recorder.look()
         if step.gradients is not None and isinstance(step.recorder, StepRecorder) and step.measuring:
@@ -210,8 +210,19 @@ class Metering:
 
     def end_backward(self, step: Step) -> None:
         """A backward pass is done; a sheltered step learns who still holds what."""
+        self._session.own_nodes = 0
+        self._passes.end_backward()
         if step.learns and isinstance(step.recorder, StepRecorder) and not step.updating:
             step.recorder.end_backward()
+
+    def end_passes(self, step: Step) -> None:
+        """All backward passes of a step are done, as far as they do not belong to its update."""
+        what, fates, self._fates = self._passes.end(), self._fates, None
+        # Parts of a batch have operations of their own.
+        if not (what is None or step.retried or self._session.splits):
+            self._lessons.of_kind(step, what)
+        if fates is not None:
+            step.inputs_taught = self._lessons.of_inputs(step, fates)
 
     def begin_update(self, step: Step) -> None:
         """Measure the update of a step whose forward and backward were measured."""
@@ -234,10 +245,14 @@ class Metering:
             if step.recorder is not None and step.measuring:
                 step.recorder.stop()
         finally:
-            self.close(step)
+            self._close(step)
 
     def close(self, step: Step) -> None:
-        """The step's meter has stopped: leave no hooks behind."""
+        """The step is over: leave no hooks behind."""
+        self._passes.drop()
+        self._close(step)
+
+    def _close(self, step: Step) -> None:
         if step.gradients is not None:
             step.gradients.close()
         step.recorder, step.gradients, step.measuring = None, None, False

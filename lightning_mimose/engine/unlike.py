@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.advise.hints import scatter_hint
@@ -37,14 +38,14 @@ class Unlike:
         """How many more there were than steps that held, since they are told apart by what was suspected."""
         self.renews = False
 
-    def ran(self, size: BatchSize, count: int) -> None:
-        """A forward is over.
+    def ran(self, size: BatchSize, what: Hashable) -> None:
+        """A step's passes are over.
 
         Args:
             size: The batch's size.
-            count: How many operations with gradients it had.
+            what: Stands for what it did with gradients.
         """
-        label = self._advisor.tracker.labels.ran(size, size.layout, count)
+        label = self._advisor.tracker.labels.ran(size, size.layout, what)
         if label is not None:
             self._tell_apart(label)
 

@@ -167,10 +167,10 @@ class Kinds:
     def __init__(self) -> None:
         self.usual = 0
         self._place = 0
-        self._counts: dict[int, _Kind] = {}
+        self._counts: dict[Hashable, _Kind] = {}
         self._named: list[_Kind] = []
         self._steady = 0
-        self._sizes: dict[Hashable, int] = {}
+        self._sizes: dict[Hashable, Hashable] = {}
         self._renewals = 0
         self._right = self._wrong = 0
 
@@ -198,14 +198,14 @@ class Kinds:
         rarest = min(likely, key=lambda kind: kind.weight, default=None)
         return self.usual if rarest is None or rarest.index is None else rarest.index
 
-    def saw(self, step: int, place: int, size: Hashable, count: int) -> Seen:
-        """A step's forward is over.
+    def saw(self, step: int, place: int, size: Hashable, count: Hashable) -> Seen:
+        """A step's passes are over.
 
         Args:
             step: See `foresee`.
             place: Likewise.
             size: The batch's size.
-            count: How many operations with gradients it had.
+            count: How many operations with gradients it had, or what stands for all that it did with them.
         """
         if len(self._counts) == 1 and self._named and count in self._counts:  # as in most trainings, in every step
             if len(self._sizes) < MOST_SIZES:
@@ -225,6 +225,7 @@ class Kinds:
         before = self._sizes.get(size)
         if self._named and before == count and not kind.is_sure:
             self._steady = 0
+            kind.pattern.came(step, place)
             return Seen(None)  # its size has told so: what comes again is that
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
@@ -275,7 +276,7 @@ class Kinds:
             return Seen(None, doubts=True)
         return Seen(kind.index, mixed=mixed)
 
-    def _by_chance(self, count: int) -> Seen:
+    def _by_chance(self, count: Hashable) -> Seen:
         """A number where none is foreseen any more."""
         is_usual = bool(self._named) and self._counts.get(count) is self._named[self.usual]
         steady, self._steady = self._steady, self._steady + 1 if is_usual else 0

@@ -101,7 +101,7 @@ class Postures:
             self._apart[modes] = Kinds(), {}
         return self._apart[modes]
 
-    def saw(self, place: int, size: Hashable, count: int) -> Seen:
+    def saw(self, place: int, size: Hashable, count: Hashable) -> Seen:
         """See `Kinds.saw`."""
         return self.kinds.saw(self._steps, place, size, count)
 

@@ -57,6 +57,19 @@ def test_what_comes_in_every_so_many_th_step_is_foreseen_from_its_third_time_on(
         assert len(renewed) <= 1
 
 
+@given(every=st.integers(3, 12), first=st.integers(0, 12), seed=st.integers(0, 10_000))
+def test_sizes_that_come_again_do_not_hide_a_kind(every: int, first: int, seed: int) -> None:
+    """Where a size has told already which number it has, the step counts towards the pattern all the same."""
+    chance = random.Random(seed)
+    sizes = [chance.choice(range(12, 96, 4)) for _ in range(200)]
+    _, _, _, kinds = followed(
+        lambda step, *_: 90 if step % every == first % every else 70, size_of=lambda step: sizes[step]
+    )
+    assert kinds.follows
+    for step in range(200, 200 + every):
+        assert (kinds.foresee(step, step) != kinds.usual) == (step % every == first % every)
+
+
 @pytest.mark.parametrize("where", [0, 10, 24])
 def test_one_step_of_every_epoch_is_foreseen(where: int) -> None:
     """The first, or the last that logs something."""
