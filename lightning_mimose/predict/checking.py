@@ -136,8 +136,12 @@ def largest_error(
     predicted: NDArray[np.float64], truth: NDArray[np.float64], structure: Structure, resident_bytes: int
 ) -> float:
     """By how much the summary of some sizes is missed at most, as a share of their peaks."""
-    missed = np.abs(structure.summary(predicted) - truth)
-    whole = truth[:, :1] + resident_bytes
+    return largest_share(structure.summary(predicted) - truth, truth, resident_bytes)
+
+
+def largest_share(missed: NDArray[np.float64], truth: NDArray[np.float64], resident_bytes: int) -> float:
+    """What is missed of the summary of some sizes, as the largest share of their peaks."""
+    missed, whole = np.abs(missed), truth[:, :1] + resident_bytes
     return float((np.concatenate([missed[:, :2], missed[:, 2:].sum(axis=1, keepdims=True)], axis=1) / whole).max())
 
 

@@ -17,14 +17,23 @@ from lightning_mimose.predict.checking import (
     Check,
     doubtful,
     largest_error,
+    largest_share,
     left_out,
 )
-from lightning_mimose.predict.features import BLOCKS, Basis, Relation, bases, may_be_surfaces, varying_dims
+from lightning_mimose.predict.features import (
+    BLOCKS,
+    Basis,
+    Relation,
+    bases,
+    may_be_surfaces,
+    padded_bases,
+    varying_dims,
+)
 from lightning_mimose.predict.fit import Fit, Value
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
 from lightning_mimose.predict.shortfalls import shortfalls
-from lightning_mimose.predict.solving import monotone
+from lightning_mimose.predict.solving import LEVERAGE, monotone
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -34,6 +43,8 @@ FEW_ODD = 2
 """Sizes that are no multiples of a stride or a window, beside others that are, of which as many tell nothing sure."""
 MANY_SIZES = 8
 """Sizes after which a fit of every column in a basis of its own is believed although it is not exact."""
+MOST_LIKELY = 6
+"""Of many bases, those that are checked."""
 CLOSE_BYTES, COLUMN_SHARE = 64.0, 1e-6
 """By how much a basis that describes a column may miss it, and which share of its largest value."""
 
@@ -170,6 +181,10 @@ def outlined(
     if found is not None:
         return found
     plain = best(Expansion(measured), candidates)
+    if plain.check.error > GOOD_ERROR:
+        padded = _likely(padded_bases(dims, sizes), sizes, structure.summary(plain.expansion.plain))
+        other = best(plain.expansion, padded) if padded else plain
+        plain = other if other.check.error < BETTER * plain.check.error else plain
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
         found = of_maxima([*smooth, *rounded] if surfaces else rounded)
@@ -208,6 +223,19 @@ def _best(
     if partial is not None and best.error > GOOD_ERROR:
         best, basis = partial
     return best, basis
+
+
+def _likely(candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], truth: NDArray[np.float64]) -> list[Basis]:
+    """The few of many bases that describe the summary of some sizes best: to check one by its columns takes longer."""
+    missed: list[tuple[float, int]] = []
+    for i, basis in enumerate(candidates):
+        if len(basis.monomials) + 2 > len(sizes):
+            continue
+        orthogonal = np.linalg.qr(basis.design(sizes))[0]
+        left = truth - orthogonal @ (orthogonal.T @ truth)
+        free = np.maximum(1 - np.einsum("ij,ij->i", orthogonal, orthogonal), LEVERAGE)
+        missed.append((largest_share(left / free[:, None], truth, 0), i))
+    return [candidates[i] for _, i in sorted(missed)[:MOST_LIKELY]]
 
 
 def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:

@@ -36,19 +36,18 @@ class Basis:
     Attributes:
         dims: Names of the dimensions that vary and do not follow from others.
         monomials: Exponents, one tuple per feature; the constant comes first.
-        granules: For each feature the multiple that the dimensions (all but the batch) are rounded up to.
+        granules: For each feature the multiple that each dimension is rounded up to.
         scales: Largest value of each dimension, so that features stay near one.
     """
 
     dims: tuple[str, ...]
     monomials: tuple[Monomial, ...]
-    granules: tuple[int, ...]
+    granules: tuple[tuple[int, ...], ...]
     scales: tuple[float, ...]
 
     def __post_init__(self) -> None:
         exponents = np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1)
-        granules = np.array(self.granules, dtype=np.float64).reshape(-1, 1).repeat(len(self.dims), axis=1)
-        granules[:, [i for i, name in enumerate(self.dims) if name == "batch"]] = 1.0
+        granules = np.array(self.granules, dtype=np.float64).reshape(len(self.monomials), -1)
         object.__setattr__(self, "_exponents", exponents)
         object.__setattr__(self, "_granules", granules)
         object.__setattr__(self, "_scales", np.array(self.scales, dtype=np.float64))
@@ -56,13 +55,13 @@ class Basis:
     @property
     def rounds(self) -> bool:
         """Whether any of the features sees dimensions rounded up."""
-        return any(granule > 1 for granule in self.granules)
+        return any(granule > 1 for granules in self.granules for granule in granules)
 
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """Shape (monomials,).
 
         Example:
-            >>> Basis(("n",), ((0,), (1,), (2,)), (1, 1, 4), (10.0,)).features({"n": 5}).round(2).tolist()
+            >>> Basis(("n",), ((0,), (1,), (2,)), ((1,), (1,), (4,)), (10.0,)).features({"n": 5}).round(2).tolist()
             [1.0, 0.5, 0.64]
         """
         row: NDArray[np.float64] = self.design([dims])[0]
@@ -160,40 +159,87 @@ def may_be_surfaces(sizes: Sequence[Mapping[str, int]]) -> bool:
     return "" in tensors or len(set(tensors)) < len(tensors)
 
 
+_Rung = Sequence[tuple[Monomial, Monomial]]
+"""Features of a basis: exponents, and what each dimension is rounded up to a multiple of."""
+
+
 def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     """Candidate bases for the dimensions that vary and some sizes, simplest first."""
-    scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
-    batch = dims.index("batch") if "batch" in dims else None
-    others = [i for i in range(len(dims)) if i != batch]
-
-    def monomial(*members: int) -> Monomial:
-        return tuple(members.count(i) for i in range(len(dims)))
-
-    one = monomial()
-    linear = [one, *(monomial(i) for i in others)]
-    crossed = list(dict.fromkeys([*linear, *(monomial(i, j) for i in others for j in others if i < j)]))
-    quadratic = list(dict.fromkeys([*linear, *(monomial(*pair) for pair in combinations_with_replacement(others, 2))]))
+    others = [i for i, name in enumerate(dims) if name != "batch"]
+    one = _monomial(dims)
+    linear = [one, *(_monomial(dims, i) for i in others)]
+    crossed = list(dict.fromkeys([*linear, *(_monomial(dims, i, j) for i in others for j in others if i < j)]))
+    pairs = list(combinations_with_replacement(others, 2))
+    quadratic = list(dict.fromkeys([*linear, *(_monomial(dims, *pair) for pair in pairs)]))
     # Attention over pixels: the square of an area.
-    area = list(
-        dict.fromkeys([*quadratic, *(monomial(*pair, *pair) for pair in combinations_with_replacement(others, 2))])
-    )
-    plain = [tuple((m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
-    rungs = list(dict.fromkeys(plain))
+    area = list(dict.fromkeys([*quadratic, *(_monomial(dims, *pair, *pair) for pair in pairs)]))
+
+    def rounded(monomial: Monomial, granule: int) -> tuple[Monomial, Monomial]:
+        return monomial, tuple(1 if name == "batch" else granule for name in dims)
+
+    plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
+    rungs: list[_Rung] = list(dict.fromkeys(plain))
     if 1 <= len(others) <= 2 and may_be_surfaces(sizes):
-        surface = monomial(*(others * (3 - len(others))))
+        surface = _monomial(dims, *(others * (3 - len(others))))
         rungs += [
-            ((one, 1), *((surface, finest << k) for k in range(levels))) for levels in _LEVELS for finest in _FINEST
+            (rounded(one, 1), *(rounded(surface, finest << k) for k in range(levels)))
+            for levels in _LEVELS
+            for finest in _FINEST
         ]
     elif len(others) == 1:
         # What is padded beside what is not.
-        padded, longest = monomial(*others), scales[others[0]]
-        blocks = [block for block in BLOCKS if block < longest]
-        rungs += [((one, 1), (padded, 1), (padded, block)) for block in blocks]
-        rungs += [((one, 1), (padded, 1), (padded, block), (monomial(*others * 2), block)) for block in blocks]
-    if batch is not None:
-        scaled = [((one, 1), *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
+        (length,) = others
+        padded = _monomial(dims, length)
+        blocks = _blocks(dims[length], sizes)
+        lines = [(rounded(one, 1), rounded(padded, 1), rounded(padded, block)) for block in blocks]
+        square = _monomial(dims, length, length)
+        rungs += lines
+        rungs += [(*line, rounded(square, block)) for line, block in zip(lines, blocks, strict=True)]
+    return _scaled(dims, sizes, rungs)
+
+
+def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
+    """Bases for two lengths of which a model pads one to whole blocks inside: attention in windows in an encoder, say.
+
+    Of what is padded there are lengths with their padding and without, both of which the other length may meet; in
+    windows nothing grows with the square, but masks do.
+    """
+    others = [i for i, name in enumerate(dims) if name != "batch"]
+    if len(others) != 2 or may_be_surfaces(sizes):
+        return []
+    one, plain = _monomial(dims), tuple(1 for _ in dims)
+    lines: list[_Rung] = []
+    squares: list[_Rung] = []
+    for padded, other in (others, others[::-1]):
+        for block in _blocks(dims[padded], sizes):
+            granules = tuple(block if i == padded else 1 for i in range(len(dims)))
+            both = [_monomial(dims, padded), _monomial(dims, padded, other)]
+            free = [one, _monomial(dims, other), _monomial(dims, other, other), *both]
+            line = [*((each, plain) for each in free), *((each, granules) for each in both)]
+            square = _monomial(dims, padded, padded)
+            lines.append(line)
+            squares.append([*line, (square, plain), (square, granules)])
+    return _scaled(dims, sizes, [*lines, *squares])
+
+
+def _monomial(dims: Sequence[str], *members: int) -> Monomial:
+    return tuple(members.count(i) for i in range(len(dims)))
+
+
+def _blocks(length: str, sizes: Sequence[Mapping[str, int]]) -> list[int]:
+    """What it may be padded to, for some sizes to be padded to one number and others to another."""
+    longest = max(size[length] for size in sizes)
+    return [block for block in BLOCKS if block < longest]
+
+
+def _scaled(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], rungs: list[_Rung]) -> list[Basis]:
+    """As bases, times the batch where it varies."""
+    if "batch" in dims:
+        batch, constant = dims.index("batch"), (_monomial(dims), tuple(1 for _ in dims))
+        scaled = [(constant, *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
         rungs = [*scaled, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, scaled, strict=True))]
+    scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
     return [Basis(dims, tuple(m for m, _ in rung), tuple(g for _, g in rung), scales) for rung in rungs]
 
 

@@ -430,6 +430,35 @@ def test_whole_blocks_of_one_of_two_lengths_say_nothing_of_others(block: int) ->
     assert not predicted(estimator, {"batch": 4, "ids:1": 3 * block + 4, "labels:1": 21}).trusted
 
 
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("padded", ["ids:1", "labels:1"])
+@pytest.mark.parametrize("batches", [(4,), (4, 4, 6, 2)])
+def test_one_of_two_lengths_may_be_padded_to_whole_blocks(block: int, padded: str, batches: tuple[int, ...]) -> None:
+    """An encoder with attention in windows, beside a decoder: known after a few more sizes, whichever is padded."""
+    generator, columns = np.random.default_rng(block), structure().columns
+    factors = generator.uniform(1, 4, (7, columns)) * np.array([64, 32, 32, 48, 0.2, 0.1, 0.1])[:, None]
+    (other,) = {"ids:1", "labels:1"} - {padded}
+
+    def exact(size: Size) -> NDArray[np.float64]:
+        free, length = size[other], size[padded]
+        whole = -(-length // block) * block
+        values: NDArray[np.float64] = (
+            np.array([1.0, length, whole, free, free**2, free * length, free * whole]) @ factors
+        )
+        return 1024 * factors[0] + size["batch"] * values
+
+    def size(number: int) -> Size:
+        lengths = {padded: int(generator.integers(10, 5 * block)), other: int(generator.integers(8, 90))}
+        return {"batch": batches[number % len(batches)], "ids:1": lengths["ids:1"], "labels:1": lengths["labels:1"]}
+
+    seen = [each for each in map(size, range(24)) if each[padded] % block][:20]
+    estimator = learnt(seen, exact)
+    for asked in map(size, range(12)):
+        prediction = predicted(estimator, asked)
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, exact(asked), rtol=1e-4)
+
+
 def test_square_images_that_all_are_multiples_say_nothing_of_others() -> None:
     """Neither do a few others, whichever way those were rounded."""
 

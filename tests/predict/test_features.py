@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lightning_mimose.predict.features import Basis, bases, varying_dims
+from lightning_mimose.predict.features import Basis, bases, padded_bases, varying_dims
 
 Size = dict[str, int]
 
@@ -108,6 +108,18 @@ def test_bases_come_simplest_first_and_none_twice() -> None:
     offered = _bases(TEXT)
     assert len(offered[0].features(TEXT[0])) == min(len(basis.features(TEXT[0])) for basis in offered)
     assert len(set(offered)) == len(offered)
+
+
+def test_one_of_two_lengths_is_rounded_up_and_nothing_else() -> None:
+    """Neither sides of images, nor a length that is alone; nor to blocks that all of it lies in."""
+    texts = [{"batch": 4, "ids:1": n, "labels:1": m} for n, m in ((70, 8), (100, 30), (40, 12))]
+    offered = padded_bases(varying_dims(texts)[0], texts)
+    assert all(basis.rounds for basis in offered)
+    rounded = {granules for basis in offered for granules in basis.granules}
+    assert rounded == {(1, 1), (64, 1), (32, 1), (16, 1), (8, 1), (1, 16), (1, 8)}
+    images = [{"batch": 4, "image:2": n, "image:3": m} for n, m in ((70, 8), (100, 30), (40, 12))]
+    assert not padded_bases(varying_dims(images)[0], images)
+    assert not padded_bases(varying_dims(TEXT)[0], TEXT)
 
 
 def test_features_stay_near_one() -> None:
