@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.helpers.models import Batch, Task
 from tests.helpers.pairs import pair
 
-WIDTH, WINDOW, STEPS = 32, 16, 40
+WIDTH, WINDOW, STEPS = 32, 32, 40
 
 
 def attended(mixed: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -31,10 +31,8 @@ class Windowed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Each window by itself."""
-        count, length, _ = x.shape
-        padded = functional.pad(self.mixed(self.norm(x)), (0, 0, 0, -length % WINDOW))
-        windows = padded.reshape(count, -1, WINDOW, WIDTH)
-        x = x + attended(windows, windows).reshape(count, -1, WIDTH)[:, :length]
+        windows = self.mixed(self.norm(x)).unflatten(1, (-1, WINDOW))
+        x = x + attended(windows, windows).flatten(1, 2)
         out: torch.Tensor = x + self.down(functional.gelu(self.up(x)))
         return out
 
@@ -71,8 +69,11 @@ class Translating(Task):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """The loss of one batch."""
         memory, x = self.embed(batch["input_ids"]), self.embed(batch["labels"])
+        length = memory.shape[1]
+        memory = functional.pad(memory, (0, 0, 0, -length % WINDOW))
         for block in self.model["encoder"]:  # type: ignore[index]
             memory = block(memory)
+        memory = memory[:, :length]
         for block in self.model["decoder"]:  # type: ignore[index]
             x = block(x, memory)
         return functional.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
