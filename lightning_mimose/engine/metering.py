@@ -217,10 +217,19 @@ class Metering:
 
     def end_passes(self, step: Step) -> None:
         """All backward passes of a step are done, as far as they do not belong to its update."""
-        what, fates, self._fates = self._passes.end(), self._fates, None
+        what = self._passes.end(self._session.own_nodes)
         # Parts of a batch have operations of their own.
-        if not (what is None or step.retried or self._session.splits):
+        if not (what is None or self._session.splits):
             self._lessons.of_kind(step, what)
+        self._tell_fates(step)
+
+    def failed(self, step: Step) -> None:
+        """A step failed and will run again: what its forward has shown holds all the same."""
+        self._tell_fates(step)
+        self.stop(step)
+
+    def _tell_fates(self, step: Step) -> None:
+        fates, self._fates = self._fates, None
         if fates is not None:
             step.inputs_taught = self._lessons.of_inputs(step, fates)
 

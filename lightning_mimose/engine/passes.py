@@ -59,10 +59,11 @@ class Passes:
         """
         if self._began is None:
             return
-        new = _Pass(torch._C._autograd._get_sequence_nr() - self._began - own)
-        self._passes.append(new)
+        self._passes.append(new := _Pass(self._counted(own)))
         self._began = None
-        if loss is not None and loss.grad_fn is not None:
+        if loss is None or loss.grad_fn is None:
+            new.ways.add(_ONCE)
+        else:
             ways = new.ways  # alone: the graph must not hold us
 
             def look(_: object) -> None:
@@ -76,20 +77,29 @@ class Passes:
         if self._passes:
             self._began = torch._C._autograd._get_sequence_nr()
 
-    def end(self) -> Hashable | None:
+    def end(self, own: int = 0) -> Hashable | None:
         """All of them are over: what stands for what they did, or None if there were none since the last end.
 
         The number of the forward's operations, in most steps. How many passes alike follow the first does not matter:
         a batch may come in as many parts as it has room for.
+
+        Args:
+            own: How many of the operations since the last pass were ours.
         """
         passes = list(self._passes)
+        if passes and self._began is not None and (nodes := self._counted(own)):
+            passes.append(_Pass(nodes))  # one that nobody has announced
         self.drop()
         if not passes:
             return None
         first, *later = passes
-        if not later and first.ways <= {_ONCE}:
+        if not later and first.ways == {_ONCE}:  # none of them: parts of the loss went back, and it did not
             return first.nodes
         return first.nodes, frozenset(first.ways), frozenset((each.nodes, frozenset(each.ways)) for each in later)
+
+    def _counted(self, own: int) -> int:
+        """Operations since the last pass."""
+        return torch._C._autograd._get_sequence_nr() - (self._began or 0) - own
 
     def drop(self) -> None:
         """Leave no hooks behind."""

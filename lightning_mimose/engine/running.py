@@ -238,7 +238,7 @@ class Running:
         # A step that learns has put the peak back at every mark.
         counted = allocator_failed and isinstance(step.recorder, PeakRecorder)
         failed = counters.read(self._device) if counted else None
-        self._metering.stop(step)
+        self._metering.failed(step)
         session.cut_short()
         step.in_backward, step.retried, mixed, step.mixed = False, True, step.mixed, False
         self._attachment.take_refusals()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.features import Basis
 from lightning_mimose.predict.maxima import Expansion
 from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
 from lightning_mimose.predict.structure import Structure
@@ -18,6 +19,8 @@ GOOD_ERROR = 0.005
 """Share of the step's peak by which a left-out size may be mispredicted for a fit to be trusted at once."""
 USABLE_ERROR = 0.05
 """The same, once there are enough sizes: the error is then added to every prediction as a margin."""
+FEWEST_BLOCKS = 3
+"""Blocks of a length that is padded, each of which the others have to predict."""
 EXACT_ERROR = 1e-4
 """An error of this share is rounding: the basis is the right one."""
 
@@ -98,6 +101,28 @@ def left_out(
     ]
     resting = _unspanned(design[~np.isin(group, lone)]) if lone else np.zeros((features, 0))
     return Check(error, checked, predicted, resting)
+
+
+def block_error(
+    basis: Basis, sizes: Sequence[Mapping[str, int]], expansion: Expansion, structure: Structure, resident_bytes: int
+) -> float:
+    """The largest error of predicting the sizes of one block from those of the others, where one length is padded.
+
+    Of another block than those seen nothing is said by others of the same; where few are known to fit, infinite.
+    """
+    if basis.padded is None:
+        return 0.0
+    name, granule = basis.padded
+    design, truth = basis.design(sizes), structure.summary(expansion.plain)
+    blocks = np.array([-(-size[name] // granule) for size in sizes])
+    errors = []
+    for block in np.unique(blocks):
+        held = blocks == block
+        if np.linalg.matrix_rank(design[~held]) == design.shape[1]:
+            weights = design[held] @ np.linalg.pinv(design[~held])
+            predicted = expansion.collapsed(weights @ expansion.values[~held])
+            errors.append(largest_error(predicted, truth[held], structure, resident_bytes))
+    return max(errors) if len(errors) >= FEWEST_BLOCKS else float("inf")
 
 
 def _unspanned(design: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ from lightning_mimose.predict.checking import (
     UNCHECKED,
     USABLE_ERROR,
     Check,
+    block_error,
     doubtful,
     largest_error,
     largest_share,
@@ -211,6 +212,9 @@ def _best(
         if check.resting.size:
             partial = partial or (check, candidate)
             continue
+        if check.error < BETTER * best.error or check.error <= EXACT_ERROR:
+            error = block_error(candidate, sizes, expansion, structure, resident_bytes)
+            check = check._replace(error=max(check.error, error))
         if check.error > EXACT_ERROR:
             if check.error < BETTER * best.error:
                 best, basis = check, candidate
@@ -234,7 +238,7 @@ def _likely(candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], tru
         orthogonal = np.linalg.qr(basis.design(sizes))[0]
         left = truth - orthogonal @ (orthogonal.T @ truth)
         free = np.maximum(1 - np.einsum("ij,ij->i", orthogonal, orthogonal), LEVERAGE)
-        missed.append((largest_share(left / free[:, None], truth, 0), i))
+        missed.append((max(largest_share(left / free[:, None], truth, 0), EXACT_ERROR), i))
     return [candidates[i] for _, i in sorted(missed)[:MOST_LIKELY]]
 
 

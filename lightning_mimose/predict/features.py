@@ -57,6 +57,14 @@ class Basis:
         """Whether any of the features sees dimensions rounded up."""
         return any(granule > 1 for granules in self.granules for granule in granules)
 
+    @property
+    def padded(self) -> tuple[str, int] | None:
+        """The one of two lengths that alone is rounded up, and to multiples of what; None where it is not so."""
+        granules = [max(each) for each in zip(*self.granules, strict=True)]
+        found = [(name, granule) for name, granule in zip(self.dims, granules, strict=True) if granule > 1]
+        lengths = [name for name in self.dims if name != "batch"]
+        return found[0] if len(found) == 1 and len(lengths) > 1 else None
+
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """Shape (monomials,).
 

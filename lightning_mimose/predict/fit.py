@@ -77,9 +77,13 @@ class Fit:
 
         Sizes that were all rounded alike tell nothing of others: if they were whole multiples (of a stride, a window),
         it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one.
-        Where the basis rounds up, it grows with the leverage, as if all of it were due to a wrong basis.
+        Where the basis rounds up, it grows with the leverage, as if all of it were due to a wrong basis. Where it
+        rounds one of two lengths, the other may be padded to blocks that are larger than all that was seen: nothing is
+        known beyond.
         """
         if any(dims[name] % grain for name, grain in self.grains):
+            return float("inf")
+        if self.basis.padded is not None and any(dims[name] > self._known_to(name) for name in self.sides):
             return float("inf")
         if self.local is not None:
             return max(self.error, self.local.error_at(dims, resident_bytes))
@@ -89,6 +93,11 @@ class Fit:
         if not self.basis.rounds:
             return self.error
         return self.error * max(1.0, float(features @ self.inverse @ features) / self.leverage)
+
+    def _known_to(self, name: str) -> int:
+        """The greatest value of a length of which something is known, where one of two is padded."""
+        padded, granule = self.basis.padded or ("", 1)
+        return -(-self.high[name] // granule) * granule if name == padded else self.high[name]
 
     def covers(self, dims: Mapping[str, int]) -> bool:
         """Whether all that differs from what the fit has seen is a dimension that varied there, in the same way."""

@@ -110,7 +110,8 @@ class _Kind:
     """Steps of one number of operations.
 
     Attributes:
-        pattern: When they come.
+        pattern: When they come, of those whose size has not told so before; of all of them once it is sure.
+        every: When all of them come.
         index: Its name; None as long as nothing speaks for it.
         is_sure: Whether it is one, and not what steps of some sizes have.
         times: How often it came.
@@ -119,11 +120,26 @@ class _Kind:
     """
 
     pattern: _Pattern = field(default_factory=_Pattern)
+    every: _Pattern = field(default_factory=_Pattern)
     index: int | None = None
     is_sure: bool = False
     times: int = 0
     weight: float = 0.0
     sizes: set[Hashable] = field(default_factory=set)
+
+    def came(self, step: int, place: int, *, told: bool = False) -> None:
+        """It has come; `told` says that nothing else was to be expected of the size."""
+        for pattern in {self.every} if told else {self.pattern, self.every}:
+            pattern.came(step, place)
+
+    def becomes_sure(self) -> None:
+        """It is one: from now on all of its steps count."""
+        self.is_sure, self.pattern = True, self.every
+
+    def forget(self) -> None:
+        """When it came is not known."""
+        self.every = _Pattern()
+        self.pattern = self.every if self.is_sure else _Pattern()
 
     def is_foreseen(self, step: int, place: int) -> bool:
         """Whether it comes then."""
@@ -216,16 +232,16 @@ class Kinds:
         if not self.follows:
             return self._by_chance(count)
         if place < self._place:
-            for each in self._counts.values():
-                each.pattern.ends_epoch()
+            for pattern in {pattern for each in self._counts.values() for pattern in (each.pattern, each.every)}:
+                pattern.ends_epoch()
         self._place = place
         if len(self._counts) == 1 and self._named:
-            self._named[0].pattern = _Pattern()  # when it came was not written down for as long as it was the only one
+            self._named[0].forget()  # when it came was not written down for as long as it was the only one
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
         before = self._sizes.get(size)
         if self._named and before == count and not kind.is_sure:
             self._steady = 0
-            kind.pattern.came(step, place)
+            kind.came(step, place, told=True)
             return Seen(None)  # its size has told so: what comes again is that
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight = kind.times + 1, kind.weight + 1
@@ -241,7 +257,7 @@ class Kinds:
             # Until now it was taken for the usual one; where this is the first, all others were.
             others = [kind] if not is_first else [other for other in self._counts.values() if other is not kind]
             mixed = frozenset().union(*(other.sizes for other in others)) - {size}
-            kind.is_sure = True
+            kind.becomes_sure()
         if kind.index is None and (kind.is_sure or (kind.times > 1 and not is_first)):
             kind.index = len(self._named)
             self._named.append(kind)
@@ -260,7 +276,7 @@ class Kinds:
             other.weight *= FADES
             if other is not kind and not rarer and other.is_foreseen(step, place):
                 other.pattern.stayed_away(step, place)
-        kind.pattern.came(step, place)
+        kind.came(step, place)
         return was_foreseen
 
     def _is_usual(self, kind: _Kind) -> bool:

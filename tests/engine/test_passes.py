@@ -33,6 +33,10 @@ def through(loss: torch.Tensor) -> None:
     torch.autograd.grad(loss, WEIGHT, create_graph=True)
 
 
+def apart(_: torch.Tensor) -> None:
+    """Something else than the loss goes back."""
+
+
 def step(passes: Passes, *parts: tuple[int, Callable[[torch.Tensor], None]], announced: bool = True) -> Hashable | None:
     """Passes of so many operations, each of which goes back in its way."""
     passes.begin()
@@ -83,15 +87,22 @@ def test_a_forward_without_a_backward_stands_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [[(3, twice)], [(3, through)], [(3, back), (4, back)], [(3, back), (5, back)], [(3, back), (4, twice)]],
-    ids=["twice", "a graph of its own", "another pass", "another one", "another pass, twice"],
+    [
+        [(3, twice)],
+        [(3, through)],
+        [(3, apart)],
+        [(3, back), (4, back)],
+        [(3, back), (5, back)],
+        [(3, back), (4, twice)],
+    ],
+    ids=["twice", "a graph of its own", "its parts", "another pass", "another one", "another pass, twice"],
 )
 def test_steps_that_go_back_otherwise_differ(parts: list[tuple[int, Callable[[torch.Tensor], None]]]) -> None:
     """Each is equal to itself, and to none of the others."""
     passes = Passes()
     assert step(passes, *parts) == step(passes, *parts)
     others: list[list[tuple[int, Callable[[torch.Tensor], None]]]]
-    others = [[(3, back)], [(3, twice)], [(3, through)], [(3, back), (4, back)], [(3, back), (5, back)]]
+    others = [[(3, back)], [(3, twice)], [(3, through)], [(3, apart)], [(3, back), (4, back)], [(3, back), (5, back)]]
     assert all(step(passes, *parts) != step(passes, *other) for other in others if other != parts)
 
 
@@ -99,6 +110,23 @@ def test_the_number_of_parts_that_are_alike_does_not_matter() -> None:
     """Of a batch that comes in as many as there is room for."""
     passes = Passes()
     assert step(passes, *3 * [(4, back)]) == step(passes, *5 * [(4, back)])
+
+
+def test_a_pass_that_nobody_announces_is_counted() -> None:
+    """One by a hook that comes after the step's own, but for operations that are ours."""
+    passes = Passes()
+
+    def ended(operations: int, own: int = 0) -> Hashable | None:
+        passes.begin()
+        loss = forward(3)
+        passes.begin_backward(loss)
+        loss.backward()
+        passes.end_backward()
+        forward(operations)
+        return passes.end(own)
+
+    assert ended(0) == ended(4, own=4) == 3
+    assert ended(4) not in (3, ended(5))
 
 
 def test_the_end_of_a_pass_need_not_be_told() -> None:

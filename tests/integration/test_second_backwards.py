@@ -109,6 +109,45 @@ class Lazy(Now):
             optimizer.step()
 
 
+class Projected(Now):
+    """Takes the gradients of two parts of its loss apart, as PCGrad does, and never those of the sum."""
+
+    every = 3
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Keeps the parts."""
+        first = super().training_step(batch, batch_idx)
+        self.parts = first, first.square()
+        return self.parts[0] + self.parts[1]
+
+    def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        """One after the other, over one graph."""
+        first, second = self.parts
+        if self.due:
+            first.backward(retain_graph=True)
+            second.backward()
+        else:
+            loss.backward()
+        self.parts = first.detach(), second.detach()
+
+
+class _Fails(torch.autograd.Function):
+    """Is out of memory in backward where a test says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: Any) -> torch.Tensor:
+        """Returns what it is given."""
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Likewise, or raises."""
+        if ctx.fails():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradients[0], None
+
+
 def data(count: int) -> list[Batch]:
     """Texts of many lengths."""
     chance = random.Random(3)
@@ -125,7 +164,8 @@ def trained(task: type[Now], share: float, count: int = 60) -> tuple[Fit, Fit, M
 
 
 @pytest.mark.parametrize(
-    ("task", "share"), [(Retained, 0.5), (Retained, 0.7), (Curved, 1.0), (Flattened, 1.0), (Lazy, 0.98)]
+    ("task", "share"),
+    [(Retained, 0.5), (Retained, 0.7), (Projected, 0.6), (Curved, 1.0), (Flattened, 1.0), (Lazy, 0.98)],
 )
 def test_steps_that_go_back_twice_are_foreseen(task: type[Now], share: float) -> None:
     """But for the first two of them; and no other step waits for that."""
@@ -151,3 +191,32 @@ def test_steps_that_always_go_back_twice_are_all_alike() -> None:
     assert same(plain.weights(), fit.weights())
     assert max(fit.peaks) <= budget
     assert all(record.sheltered for record in callback.records)
+
+
+@pytest.mark.filterwarnings("ignore:.*out of memory")
+def test_steps_that_run_out_of_memory_tell_their_kind() -> None:
+    """Else a kind that always does, planned as another, would never be foreseen."""
+    callback = MimoseCallback("1GB")
+    failed: list[int] = []
+
+    class Added(Now):
+        def fails(self) -> bool:
+            """If it is planned as the others are."""
+            running = callback._run.engine.running.step if callback._run is not None else None
+            if running is None or running.sheltered or running.retried or running.kind:
+                return False
+            failed.append(self.steps)
+            return True
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            """Another loss in every fifth step."""
+            loss = super().training_step(batch, batch_idx)
+            if not self.due:
+                return loss
+            added = loss + 0.01 * torch.stack([weight.square().sum() for weight in self.parameters()]).sum()
+            out: torch.Tensor = _Fails.apply(added, self.fails)  # type: ignore[no-untyped-call]
+            return out
+
+    run(callback, task=Added, data=data(40))
+    assert 1 <= len(failed) <= 2
+    assert max(failed) <= 15
