@@ -80,7 +80,7 @@ class Probe(Task):
 
 def test_a_frozen_network_below_one_trained_layer_is_learnt() -> None:
     """What there is to keep is known after a few steps, as of any other model."""
-    data = [image_batch(2, side, side, i) for i, side in enumerate(SIDES * 3)]
+    data = [image_batch(4, side, side, i) for i, side in enumerate(SIDES * 3)]
     plain = run(kind="vision", task=Probe, data=data)
     callback = mimose(int(1.01 * max(plain.peaks)))
     fit = run(callback, kind="vision", task=Probe, data=data)
