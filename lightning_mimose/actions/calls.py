@@ -265,15 +265,14 @@ class _Calls:
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
             nonlocal ran
-            if ran:
-                session.latest = name
-                # A backward in the midst of the forward: what is counted there is counted in its thread.
-                with session.counting_own() if get_ident() == thread else nullcontext():
-                    return original(*inner_args, **inner_kwargs)
-            # torch before 2.13 makes one to hold what the region is given.
-            session.own_nodes += torch._C._autograd._get_sequence_nr() - began
-            ran = True
-            return original(*inner_args, **inner_kwargs)
+            if not ran:  # torch before 2.13 makes one to hold what the region is given
+                session.own_nodes += torch._C._autograd._get_sequence_nr() - began
+                ran = True
+                return original(*inner_args, **inner_kwargs)
+            session.latest = name
+            # A backward in the midst of the forward: what is counted there is counted in its thread.
+            with session.counting_own() if get_ident() == thread else nullcontext():
+                return original(*inner_args, **inner_kwargs)
 
         session.inside += 1
         try:

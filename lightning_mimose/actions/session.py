@@ -83,7 +83,8 @@ class Session:
         spoiled: Units whose results were changed before they were saved, or that others held for longer than was seen.
         learning_steps: Steps, this one included, that learn what is written: a unit began to write something else.
         news: Whether units were tried or left out since plans were last told of it.
-        own_nodes: How many of autograd's nodes were made in this step's forward that the model has not made.
+        own_nodes: How many of autograd's nodes were made that the model has not made, in this step's forward, or since
+            its latest backward.
     """
 
     armed: bool = False

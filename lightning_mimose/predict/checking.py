@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.features import Basis
 from lightning_mimose.predict.maxima import Expansion
 from lightning_mimose.predict.solving import LEVERAGE, distinct_rows
 from lightning_mimose.predict.structure import Structure
@@ -104,17 +103,17 @@ def left_out(
 
 
 def block_error(
-    basis: Basis, sizes: Sequence[Mapping[str, int]], expansion: Expansion, structure: Structure, resident_bytes: int
+    blocks: NDArray[np.int64],
+    design: NDArray[np.float64],
+    expansion: Expansion,
+    truth: NDArray[np.float64],
+    structure: Structure,
+    resident_bytes: int,
 ) -> float:
     """The largest error of predicting the sizes of one block from those of the others, where one length is padded.
 
     Of another block than those seen nothing is said by others of the same; where few are known to fit, infinite.
     """
-    if basis.padded is None:
-        return 0.0
-    name, granule = basis.padded
-    design, truth = basis.design(sizes), structure.summary(expansion.plain)
-    blocks = np.array([-(-size[name] // granule) for size in sizes])
     errors = []
     for block in np.unique(blocks):
         held = blocks == block

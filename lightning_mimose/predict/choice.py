@@ -212,8 +212,9 @@ def _best(
         if check.resting.size:
             partial = partial or (check, candidate)
             continue
-        if check.error < BETTER * best.error or check.error <= EXACT_ERROR:
-            error = block_error(candidate, sizes, expansion, structure, resident_bytes)
+        blocks = candidate.blocks(sizes)
+        if blocks is not None and (check.error < BETTER * best.error or check.error <= EXACT_ERROR):
+            error = block_error(blocks, design, expansion, truth, structure, resident_bytes)
             check = check._replace(error=max(check.error, error))
         if check.error > EXACT_ERROR:
             if check.error < BETTER * best.error:

@@ -65,6 +65,13 @@ class Basis:
         lengths = [name for name in self.dims if name != "batch"]
         return found[0] if len(found) == 1 and len(lengths) > 1 else None
 
+    def blocks(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.int64] | None:
+        """How many blocks the padded length is in some sizes, shape (sizes,); None where none of two is padded."""
+        if self.padded is None:
+            return None
+        name, granule = self.padded
+        return np.array([-(-size[name] // granule) for size in sizes])
+
     def features(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """Shape (monomials,).
 
@@ -167,8 +174,10 @@ def may_be_surfaces(sizes: Sequence[Mapping[str, int]]) -> bool:
     return "" in tensors or len(set(tensors)) < len(tensors)
 
 
-_Rung = Sequence[tuple[Monomial, Monomial]]
-"""Features of a basis: exponents, and what each dimension is rounded up to a multiple of."""
+_Feature = tuple[Monomial, tuple[int, ...]]
+"""Exponents, and what each dimension is rounded up to a multiple of."""
+_Rung = Sequence[_Feature]
+"""Features of a basis."""
 
 
 def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
@@ -182,8 +191,8 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     # Attention over pixels: the square of an area.
     area = list(dict.fromkeys([*quadratic, *(_monomial(dims, *pair, *pair) for pair in pairs)]))
 
-    def rounded(monomial: Monomial, granule: int) -> tuple[Monomial, Monomial]:
-        return monomial, tuple(1 if name == "batch" else granule for name in dims)
+    def rounded(monomial: Monomial, granule: int) -> _Feature:
+        return _feature(dims, monomial, granule, others)
 
     plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
     rungs: list[_Rung] = list(dict.fromkeys(plain))
@@ -215,23 +224,25 @@ def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> l
     others = [i for i, name in enumerate(dims) if name != "batch"]
     if len(others) != 2 or may_be_surfaces(sizes):
         return []
-    one, plain = _monomial(dims), tuple(1 for _ in dims)
     lines: list[_Rung] = []
     squares: list[_Rung] = []
     for padded, other in (others, others[::-1]):
         for block in _blocks(dims[padded], sizes):
-            granules = tuple(block if i == padded else 1 for i in range(len(dims)))
             both = [_monomial(dims, padded), _monomial(dims, padded, other)]
-            free = [one, _monomial(dims, other), _monomial(dims, other, other), *both]
-            line = [*((each, plain) for each in free), *((each, granules) for each in both)]
+            free = [_monomial(dims), _monomial(dims, other), _monomial(dims, other, other), *both]
             square = _monomial(dims, padded, padded)
-            lines.append(line)
-            squares.append([*line, (square, plain), (square, granules)])
+            lines.append([_feature(dims, each) for each in free] + [_feature(dims, m, block, [padded]) for m in both])
+            squares.append([*lines[-1], _feature(dims, square), _feature(dims, square, block, [padded])])
     return _scaled(dims, sizes, [*lines, *squares])
 
 
 def _monomial(dims: Sequence[str], *members: int) -> Monomial:
     return tuple(members.count(i) for i in range(len(dims)))
+
+
+def _feature(dims: Sequence[str], monomial: Monomial, granule: int = 1, lengths: Sequence[int] = ()) -> _Feature:
+    """Of some dimensions rounded up, and the others as they are."""
+    return monomial, tuple(granule if i in lengths else 1 for i in range(len(dims)))
 
 
 def _blocks(length: str, sizes: Sequence[Mapping[str, int]]) -> list[int]:
@@ -243,7 +254,7 @@ def _blocks(length: str, sizes: Sequence[Mapping[str, int]]) -> list[int]:
 def _scaled(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], rungs: list[_Rung]) -> list[Basis]:
     """As bases, times the batch where it varies."""
     if "batch" in dims:
-        batch, constant = dims.index("batch"), (_monomial(dims), tuple(1 for _ in dims))
+        batch, constant = dims.index("batch"), _feature(dims, _monomial(dims))
         scaled = [(constant, *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
         rungs = [*scaled, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, scaled, strict=True))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,18 +35,18 @@ class Faults:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB (injected)")
 
 
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward passes by."""
+class InBackward(torch.autograd.Function):
+    """The identity, whose backward calls something: `InBackward.apply(x, call)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, faults: Faults, stage: str) -> torch.Tensor:
-        ctx.faults, ctx.stage = faults, stage
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], Any]) -> torch.Tensor:
+        ctx.call = call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.faults.pass_by(ctx.stage)
-        return grad, None, None
+        ctx.call()
+        return grad, None
 
 
 class Faulty(Net):
@@ -55,12 +57,12 @@ class Faulty(Net):
         self.faults, self.drop = faults, nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> SimpleNamespace:
-        x = _Backward.apply(self.embed(x), self.faults, "last gradient")
+        x = InBackward.apply(self.embed(x), partial(self.faults.pass_by, "last gradient"))
         for i, block in enumerate(self.blocks):
             x = self.drop(block(x))
             if i == 1:
                 self.faults.pass_by("forward")
-                x = _Backward.apply(x, self.faults, "backward")
+                x = InBackward.apply(x, partial(self.faults.pass_by, "backward"))
         loss = self.head(x).pow(2).mean()
         self.faults.pass_by("loss")
         return SimpleNamespace(loss=loss)

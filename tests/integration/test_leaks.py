@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.autograd.profiler import profile
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback
+from tests.helpers.faults import InBackward
 from tests.helpers.fits import same
 from tests.helpers.loops import plain_step
 from tests.helpers.meter import PeakMeter
@@ -165,17 +166,9 @@ def test_a_second_fit_of_the_same_callback_leaves_as_much_as_the_first() -> None
 # --- what survives ------------------------------------------------------------------------------------------------
 
 
-class Breaks(torch.autograd.Function):
-    """Raises in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise ctx.error
+def fail(error: BaseException) -> None:
+    """Raises it."""
+    raise error
 
 
 class Fragile(nn.Module):
@@ -186,7 +179,7 @@ class Fragile(nn.Module):
         self.error: BaseException | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.error is None else Breaks.apply(x, self.error)
+        return x if self.error is None else InBackward.apply(x, partial(fail, self.error))
 
 
 class Failing(Task):

@@ -21,34 +21,22 @@ def attended(mixed: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Windowed(nn.Module):
-    """A block of the encoder."""
+class Block(nn.Module):
+    """A layer that reads: the windows of a text one by one, in the encoder; itself and a memory, in the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mixed = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Each window by itself."""
-        windows = self.mixed(self.norm(x)).unflatten(1, (-1, WINDOW))
-        x = x + attended(windows, windows).flatten(1, 2)
-        out: torch.Tensor = x + self.down(functional.gelu(self.up(x)))
-        return out
-
-
-class Attending(nn.Module):
-    """A block of the decoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixed = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Over itself and what was read."""
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Adds to its input."""
         mixed = self.mixed(self.norm(x))
-        x = x + attended(mixed, mixed) + attended(mixed, memory)
+        if memory is None:
+            windows = mixed.unflatten(1, (-1, WINDOW))
+            x = x + attended(windows, windows).flatten(1, 2)
+        else:
+            x = x + attended(mixed, mixed) + attended(mixed, memory)
         out: torch.Tensor = x + self.down(functional.gelu(self.up(x)))
         return out
 
@@ -60,8 +48,8 @@ class Translating(Task):
         super().__init__(model)
         self.model = nn.ModuleDict(
             {
-                "encoder": nn.ModuleList(Windowed() for _ in range(3)),
-                "decoder": nn.ModuleList(Attending() for _ in range(3)),
+                "encoder": nn.ModuleList(Block() for _ in range(3)),
+                "decoder": nn.ModuleList(Block() for _ in range(3)),
             }
         )
         self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64)

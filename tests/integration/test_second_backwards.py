@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_mimose import MimoseCallback
+from tests.helpers.faults import InBackward
 from tests.helpers.fits import Fit, run, same
 from tests.helpers.models import Batch, Task, TinyText, text_batch
 
@@ -131,23 +132,6 @@ class Projected(Now):
         self.parts = first.detach(), second.detach()
 
 
-class _Fails(torch.autograd.Function):
-    """Is out of memory in backward where a test says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fails: Any) -> torch.Tensor:
-        """Returns what it is given."""
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Likewise, or raises."""
-        if ctx.fails():
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return gradients[0], None
-
-
 def data(count: int) -> list[Batch]:
     """Texts of many lengths."""
     chance = random.Random(3)
@@ -200,13 +184,12 @@ def test_steps_that_run_out_of_memory_tell_their_kind() -> None:
     failed: list[int] = []
 
     class Added(Now):
-        def fails(self) -> bool:
-            """If it is planned as the others are."""
+        def fail(self) -> None:
+            """Be out of memory where the step is planned as the others are."""
             running = callback._run.engine.running.step if callback._run is not None else None
-            if running is None or running.sheltered or running.retried or running.kind:
-                return False
-            failed.append(self.steps)
-            return True
+            if not (running is None or running.sheltered or running.retried or running.kind):
+                failed.append(self.steps)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
 
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             """Another loss in every fifth step."""
@@ -214,7 +197,7 @@ def test_steps_that_run_out_of_memory_tell_their_kind() -> None:
             if not self.due:
                 return loss
             added = loss + 0.01 * torch.stack([weight.square().sum() for weight in self.parameters()]).sum()
-            out: torch.Tensor = _Fails.apply(added, self.fails)  # type: ignore[no-untyped-call]
+            out: torch.Tensor = InBackward.apply(added, self.fail)
             return out
 
     run(callback, task=Added, data=data(40))
