@@ -184,8 +184,8 @@ class Decisions:
         elif kind not in self._told and self._advisor.postures.kinds.is_sure(kind):
             self._told.add(kind)
             self._advisor.announce(
-                f"mimose: before batch {batch_idx} of epoch {epoch} a forward had other operations than most (a loss "
-                "that is added in some steps?): what such steps take is learnt for itself"
+                f"mimose: before batch {batch_idx} of epoch {epoch} a step had other operations than most (a loss "
+                "that is added, or goes back twice, in some steps?): what such steps take is learnt for itself"
             )
 
     def settle(self, step: Step, size: BatchSize | None) -> None:

@@ -33,6 +33,9 @@ class Judge:
             peak: What it reached.
             whole: Whether it comes no further in its update.
         """
+        plan = step.advice.plan
+        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
+            self._advisor.estimator.bounds.refute()  # strange or not: as nobody foresaw it, it may come again
         if not step.strange:  # else it says nothing of the steps that it was taken for
             self._judge(step, peak, whole=whole)
         self._warn_of(step, peak)
@@ -54,9 +57,7 @@ class Judge:
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
                 self._unlike.compare(predicted, reached)
-        if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
-            advisor.estimator.bounds.refute()
-        elif plan is not None and predicted is None and budget < peak:
+        if plan is not None and predicted is None and not step.advice.bounded and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
 
     def _warn_of(self, step: Step, peak: int) -> None:
@@ -69,8 +70,9 @@ class Judge:
             unknown = "the leanest plan for a size that is not known well yet."
             if step.strange:
                 known = unknown = (
-                    "a plan for steps without all of its operations (a loss that is added in some steps?). Where such "
-                    "steps come in a pattern, they are planned by what they take themselves from now on."
+                    "a plan for steps without all of its operations (a loss that is added, or goes back twice, in some "
+                    "steps?). Where such steps come in a pattern, they are planned by what they take themselves from "
+                    "now on."
                 )
             elif step.mixed:
                 unknown = "a plan for less than the model was called with in the end: only the last units recomputed."

@@ -218,8 +218,8 @@ class Metering:
     def end_passes(self, step: Step) -> None:
         """All backward passes of a step are done, as far as they do not belong to its update."""
         what = self._passes.end(self._session.own_nodes)
-        # Parts of a batch have operations of their own.
-        if not (what is None or self._session.splits):
+        # Parts of a batch have operations of their own. What tells of a penalty tells its steps from the rest already.
+        if not (what is None or self._session.splits or step.foretold):
             self._lessons.of_kind(step, what)
         self._tell_fates(step)
 

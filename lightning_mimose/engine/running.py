@@ -155,6 +155,7 @@ class Running:
         step, wants = self.step, self._session.wants_gradient
         if step is None or wants is None or self._decisions.agreement is not None:  # a rank recomputes nothing alone
             return
+        step.foretold = True
         # What bounds tell was learnt from such steps, too, if any was measured.
         if not (step.advice.bounded and self._advisor.penalties.knows(wants)):
             self.shelter()

@@ -53,6 +53,7 @@ class Step:
         spare_bytes: Part of what counts as resident for as long as it is planned: others on the device may take it.
         kind: Of which kind it was taken to be, see `predict.kinds`.
         strange: Whether it turned out to be of another.
+        foretold: Whether the first unit's input told that it may run backward in its midst, see `predict.penalties`.
     """
 
     size: BatchSize
@@ -87,6 +88,7 @@ class Step:
     spare_bytes: int = 0
     kind: int = 0
     strange: bool = False
+    foretold: bool = False
 
     @property
     def sheltered(self) -> bool:
