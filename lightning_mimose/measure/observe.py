@@ -147,10 +147,9 @@ def observe(
         for c in surveyed
     }
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
-    owners = {call.key: call for call in trace.calls}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
-        owner = owners.get(mark.owner) if mark.owner != "step" else None
+        owner = trace.by_key.get(mark.owner) if mark.owner != "step" else None
         if mark.name in ("again", "again_out"):
             continue
         reached = moved(tops[index], dropped[index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain
 
 from lightning_mimose.measure.handing import Handing
 from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, ResultItem, StepTrace
@@ -45,14 +45,26 @@ def savings(
     """
     items = call.items or ()
     found = []
+    last = _last(trace, call)
     for grade in range(1, grades + 1):
         lean = [0 < item.grade <= grade for item in items]
         if handed is not None and handed.item >= 0:
             lean[handed.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
         early = frozenset[int]() if handed is None else handed.early(grade)
-        found.append(_of_grade(trace, call, lean, taken, items, lent, early))
+        found.append(_of_grade(trace, call, last, lean, taken, items, lent, early))
     return found
+
+
+def _last(trace: StepTrace, call: Call) -> int:
+    """The last interval of its backward: as long as marks are its own, or of what is nested in it."""
+    last = call.marks["again_out"]
+    while last + 1 < len(trace.marks):
+        owner = trace.by_key.get(trace.marks[last + 1].owner)
+        if owner is None or not owner.within(call):
+            break
+        last += 1
+    return last
 
 
 def rebuilding_bytes(items: Sequence[LeanItem], results: Sequence[ResultItem] = ()) -> int:
@@ -85,24 +97,24 @@ def rebuilding_bytes(items: Sequence[LeanItem], results: Sequence[ResultItem] = 
 def _of_grade(
     trace: StepTrace,
     call: Call,
+    last: int,
     lean: list[bool],
     taken: list[bool],
     items: tuple[LeanItem, ...],
     lent: Set[int],
     early: Set[int],
 ) -> Savings:
-    family = {other.key for other in trace.calls if other.within(call)}
-    first, last = call.marks["again"], call.marks["again_out"]
-    backward = last
-    while last + 1 < len(trace.marks) and trace.marks[last + 1].owner in family:
-        last += 1
+    key, first, backward = call.key, call.marks["again"], call.marks["again_out"]
     spared: set[int] = set()
     used: set[int] = set()
     tops: dict[int, list[tuple[int, ...]]] = {}
     relief = 0
-    for piece, following in zip_longest(trace.pieces, trace.pieces[1:]):
+    # Of a step's pieces, those in which something happens to it: to look at all of them goes with the square of calls.
+    own = {*trace.opened.get(key, ()), *chain.from_iterable(trace.pieces_of[first : last + 1])}
+    for at in sorted(own):
+        piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
         besides = made = 0
-        if piece.event is not None and piece.event[0] == call.key:
+        if piece.event is not None and piece.event[0] == key:
             _, what, index = piece.event
             if what == DIES and taken[index]:
                 spared.add(index)
@@ -120,7 +132,7 @@ def _of_grade(
         if early and backward <= piece.mark <= last:
             # Rebuilt in the next call's backward already, on the way to what it was handed.
             relief = sum(items[i].gain_bytes for i in spared - used - early)
-        if following is not None and following.event is not None and following.event[:2] == (call.key, DIES):
+        if following is not None and following.event is not None and following.event[:2] == (key, DIES):
             # Its other form was made already.
             index = following.event[2]
             made = items[index].held_bytes if taken[index] else 0

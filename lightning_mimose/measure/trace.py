@@ -94,7 +94,7 @@ class Call:
     results: tuple[ResultItem, ...] = ()
     versions: dict[int, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Identifies the call across steps."""
         return call_key(self.unit, self.occurrence)
@@ -276,12 +276,32 @@ class StepTrace:
     @cached_property
     def tops(self) -> list[Groups]:
         """Local maxima of every interval, of each of its pieces."""
-        found: list[list[tuple[int, ...]]] = [[] for _ in self.marks]
-        for piece in self.pieces:
-            found[piece.mark].append(piece.tops)
         return [
-            tuple(groups) or ((interval.peak_bytes,),) for groups, interval in zip(found, self.intervals, strict=True)
+            tuple([self.pieces[index].tops for index in indices]) or ((interval.peak_bytes,),)
+            for indices, interval in zip(self.pieces_of, self.intervals, strict=True)
         ]
+
+    @cached_property
+    def by_key(self) -> dict[str, Call]:
+        """Every call, by its key."""
+        return {call.key: call for call in self.calls}
+
+    @cached_property
+    def pieces_of(self) -> list[list[int]]:
+        """Of every interval, the indices of its pieces."""
+        found: list[list[int]] = [[] for _ in self.marks]
+        for index, piece in enumerate(self.pieces):
+            found[piece.mark].append(index)
+        return found
+
+    @cached_property
+    def opened(self) -> dict[str, list[int]]:
+        """Keys of calls -> the indices of pieces that are opened by what happens to theirs."""
+        found: dict[str, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            if piece.event is not None:
+                found.setdefault(piece.event[0], []).append(index)
+        return found
 
     @cached_property
     def ends(self) -> dict[Event, int]:
