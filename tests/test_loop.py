@@ -330,6 +330,24 @@ def test_a_warning_instead_goes_on_with_the_most_saving_plan() -> None:
     assert record.measured_peak_bytes > record.budget_bytes
 
 
+def test_a_warning_for_a_batch_that_needs_more_than_all_before() -> None:
+    """Lengths that vary: not one for each."""
+    model = bert()
+    budget = tight(bert, classified_text(16, 60))
+    with Mimose(model, budget=budget, optimizer=adam(model), on_infeasible="warn") as mimose:
+        for tokens in (100, 110, 120):  # learns
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                mimose.step(classified_text(16, tokens))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for tokens in (115, 112, 119, 117):
+                mimose.step(classified_text(16, tokens))
+        assert not any("cannot be kept" in str(each.message) for each in caught)
+        with pytest.warns(UserWarning, match="cannot be kept"):
+            mimose.step(classified_text(16, 200))
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet"])
 def test_the_smallest_feasible_budget_works(name: str) -> None:
     """For a fresh run that meets the longest batch first, with 3 % on top; and the answer names no silly amount."""

@@ -50,6 +50,25 @@ def update_hint(
     )
 
 
+def staying_hint(staying_bytes: int, count: int) -> str | None:
+    """What to do about gradients that are made in every step and that nobody uses.
+
+    Args:
+        staying_bytes: What they take, in all steps.
+        count: Of how many parameters they are.
+
+    Returns:
+        Advice; None where there are none.
+    """
+    if not count:
+        return None
+    return (
+        f"{count} parameters are trained that no optimizer has: their gradients are never zeroed, and stay "
+        f"({format_bytes(staying_bytes)}). With requires_grad_(False) neither they nor what they are made from would "
+        "take memory and time."
+    )
+
+
 def allocator_hint(fragmentation_bytes: int, budget_bytes: int) -> str | None:
     """What to do about an allocator that holds much beyond what tensors ask it for.
 

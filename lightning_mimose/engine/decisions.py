@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_mimose.actions.session import REPEATING, Session
 from lightning_mimose.advise.advice import Advice
 from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.advise.hints import staying_hint
 from lightning_mimose.advise.room import may_prove
 from lightning_mimose.agreement import Agreement
 from lightning_mimose.budget import format_bytes
@@ -74,6 +75,7 @@ class Decisions:
         self._consensus = Consensus(advisor, refuser, session, attachment)
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
+        self._left_out: frozenset[int] = frozenset()
         self._posture = Posture(model)
         self._told = {0}
         """Kinds of step that the user was told of."""
@@ -118,7 +120,7 @@ class Decisions:
         if self._attachment.lost_units():
             ledger.refresh()
             self._trained = ()  # others, whichever of them are trained
-        ledger.count_gradients()
+        ledger.count_gradients(zeroes=zeroes_gradients)
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
@@ -126,6 +128,13 @@ class Decisions:
                 advisor.misses.trained_anew()
                 self._posture.look()
                 self.reserve(ledger.optimizers)
+        if ledger.left_out != self._left_out:  # in the steps before, gradients were made that stay now, or stayed
+            self._left_out = ledger.left_out
+            advisor.forget()
+            advisor.hints.pop("staying", None)
+            if (hint := staying_hint(ledger.staying_bytes, len(ledger.left_out))) is not None:
+                advisor.hints["staying"] = hint
+                advisor.announce(f"mimose: {hint}")
         modes = self._posture.expected()
         kind = advisor.postures.foresee(modes, batch_idx)
         self._take_posture(modes, kind, batch_idx, epoch)

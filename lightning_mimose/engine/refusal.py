@@ -34,6 +34,8 @@ class Refuser:
     def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"], update: UpdateReserve) -> None:
         self._advisor, self._update = advisor, update
         self._raises = on_infeasible == "raise"
+        self._told_bytes = 0
+        """The most that a warning has said a batch needs: with lengths that vary there would be one for each."""
         self.beside: Callable[[], str] = str
         self.exceed: Callable[[], object] = bool
 
@@ -98,9 +100,13 @@ class Refuser:
             view = self._advisor.step_view(size, later)
             sure = max(sure, view.least_bytes if view else sure + later.total_bytes - resident.total_bytes)
             raise infeasible_error(budget, resident.total_bytes, sure, what + self.beside())
-        warnings.warn(
-            f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan.", stacklevel=4
-        )
+        if needed > self._told_bytes:
+            self._told_bytes = needed
+            warnings.warn(
+                f"The budget of {format_bytes(budget)} cannot be kept: {what}. Going on with that plan, here and in "
+                "other batches; the next to be told of is one that needs more.",
+                stacklevel=4,
+            )
         self.exceed()
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.parts import COMPRESSED, leaves_in, plain_parts, storages_in
@@ -27,6 +28,8 @@ from lightning_mimose.sharding import held_bytes
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 _FEW = 8
 """How many of the largest gradients are looked at in every step, and how many of all."""
+_STRIDE = 4
+"""Of how many parameters that are trained one is looked at again before the forward."""
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -206,6 +209,11 @@ def _state_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     return [leaf for leaf in states if isinstance(leaf, torch.Tensor)]
 
 
+def _groups(optimizers: Iterable[Optimizer]) -> list[int]:
+    """How many parameters their groups have."""
+    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+
 def _has_none(parameter: torch.Tensor) -> bool:
     return parameter.grad is None
 
@@ -222,6 +230,7 @@ class ResidentLedger:
         self._model = model
         self.bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
+        self._groups: Sequence[int] = ()
         self._earlier: Sequence[weakref.ref[Optimizer]] = ()
         """Those before them: where somebody keeps one (a scheduler does), its state stays resident."""
         self._few: Sequence[tuple[Optimizer, torch.Tensor]] = ()
@@ -229,15 +238,25 @@ class ResidentLedger:
         self._state_entries = -1
         self._state_bytes = self._earlier_bytes = 0
         self.gradient_bytes = 0
-        """Bytes of the gradients that existed when they were last counted."""
+        """Bytes of the gradients that existed when they were last counted, but for those that stay."""
         self.gradient_capacity_bytes = 0
-        """Bytes of all gradients once every trainable parameter has one."""
+        """Bytes of all gradients once every trainable parameter has one, likewise."""
+        self.staying_bytes = 0
+        """Bytes of gradients that nobody takes away: of parameters that are trained, and that no optimizer has."""
         self.trained: tuple[bool, ...] | None = None
         """Which parameters are trained, in order; the same object until that changes."""
         self._frozen: Sequence[torch.Tensor] = ()
         self._training: Sequence[torch.Tensor] = ()
         self._present: Sequence[torch.Tensor] = ()
         self._absent: Sequence[torch.Tensor] = ()
+        self._present_bytes = self._capacity_bytes = 0
+        self._unwatched: Mapping[int, tuple[torch.Tensor, int]] | None = None
+        """Those parameters with their bytes, by identity; None where that has to be looked up."""
+        self._seen: dict[int, TensorWeakRef] = {}
+        """Their gradients, as they were when they were last counted."""
+        self._staying: frozenset[int] = frozenset()
+        self.left_out: frozenset[int] = frozenset()
+        """Parameters that no optimizer has and whose gradient has stayed in some step, by identity."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -255,11 +274,16 @@ class ResidentLedger:
         now = set(map(id, optimizers))
         earlier = *self._living(), *self._optimizers
         self._earlier = [weakref.ref(optimizer) for optimizer in earlier if id(optimizer) not in now]
-        self._optimizers = tuple(optimizers)
+        self._optimizers, self._groups = tuple(optimizers), _groups(optimizers)
         every = [(optimizer, parameter) for optimizer in optimizers for parameter in optimized(optimizer)]
         self._few = every[:: max(1, len(every) // _FEW)]
         self._growing_bytes = growing_bytes
         self._state_entries = -1
+        self._unwatched = None
+
+    def watches(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether these are watched, and have no more parameters than they had then."""
+        return tuple(optimizers) == self._optimizers and _groups(optimizers) == self._groups
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -270,8 +294,44 @@ class ResidentLedger:
         """Whether layers were unfrozen since gradients were counted."""
         return any(map(_REQUIRES_GRAD, self._frozen))
 
-    def count_gradients(self) -> None:
-        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
+    def trains_others(self) -> bool:
+        """Likewise, or whether some were frozen: a part of them tells, for whole layers are."""
+        return self.trains_more() or not all(map(_REQUIRES_GRAD, self._training[::_STRIDE]))
+
+    def count_gradients(self, *, zeroes: bool = False) -> None:
+        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time.
+
+        Args:
+            zeroes: Whether a step begins that zeroes gradients. What it left the last time stays.
+        """
+        self._count()
+        if self._unwatched is None:
+            among = set(map(id, optimized(*self._optimizers)))
+            trained = compress(zip(self._tensors, self._sizes, strict=True), self.trained or ())
+            those = {id(each): (each, size) for each, size in trained if id(each) not in among}
+            self._unwatched = those if self._optimizers else {}  # a loop may zero all of them
+            self._seen = {number: grad for number, grad in self._seen.items() if number in those}
+            self.left_out = self.left_out.intersection(those)
+            self._staying = self._staying.intersection(those)
+        unwatched = self._unwatched
+        if zeroes and unwatched:
+            self._staying = self._stay(unwatched)
+            self.left_out |= self._staying
+        self.staying_bytes = sum([unwatched[number][1] for number in self._staying])
+        self.gradient_bytes = self._present_bytes - self.staying_bytes
+        self.gradient_capacity_bytes = self._capacity_bytes - self.staying_bytes
+
+    def _stay(self, unwatched: Mapping[int, tuple[torch.Tensor, int]]) -> frozenset[int]:
+        """Of which parameters the gradient has been there in two steps; a loop that zeroes them makes others."""
+        found = {number: grad for number, (each, _) in unwatched.items() if (grad := each.grad) is not None}
+        same = (number for number, grad in found.items() if number in self._seen and self._seen[number]() is grad)
+        staying = frozenset(same)
+        self._seen = {
+            number: self._seen[number] if number in staying else TensorWeakRef(grad) for number, grad in found.items()
+        }
+        return staying
+
+    def _count(self) -> None:
         # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can
         # appear unseen; that some are freed is seen by the largest, and by a few more since most are freed together.
         same = self.trained is not None and not self.trains_more() and all(map(_REQUIRES_GRAD, self._training))
@@ -284,10 +344,11 @@ class ResidentLedger:
         self._absent = [parameter for parameter, there in zip(self._tensors, has, strict=True) if not there]
         if not same:
             self.trained = tuple(map(_REQUIRES_GRAD, self._tensors))
-            self.gradient_capacity_bytes = sum(compress(self._sizes, self.trained))
+            self._capacity_bytes = sum(compress(self._sizes, self.trained))
+            self._unwatched = None
             self._frozen = list(compress(self._tensors, map(not_, self.trained)))
             self._training = list(compress(self._tensors, self.trained))
-        self.gradient_bytes = sum(compress(self._sizes, has))
+        self._present_bytes = sum(compress(self._sizes, has))
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, counted again only when entries were added."""
@@ -310,8 +371,8 @@ class ResidentLedger:
         return [optimizer for each in self._earlier if (optimizer := each()) is not None]
 
     def lasting_bytes(self) -> int:
-        """Parameters, buffers, buckets and optimizer state: what is resident besides gradients and the batch."""
-        return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes()
+        """What is resident besides the batch and gradients that go: parameters, buffers, buckets, optimizer state."""
+        return self._fixed_bytes + self.state_bytes() + self.unfilled_bytes() + self.staying_bytes
 
     def model_tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers as they are now: any of them may be replaced in a step."""
@@ -323,12 +384,13 @@ class ResidentLedger:
 
     def there_bytes(self) -> int:
         """All that is there between two steps: with gradients, and without what is only reserved."""
-        return self._fixed_bytes + self.state_bytes() + self.gradient_bytes
+        return self._fixed_bytes + self.state_bytes() + self._present_bytes
 
     def unfilled_bytes(self) -> int:
         """The part of it that is only reserved: state that grows and has not come yet."""
         return max(0, self._growing_bytes - (self.state_bytes() - self._earlier_bytes)) if self._growing_bytes else 0
 
     def parameters(self) -> list[tuple[nn.Parameter, int]]:
-        """Every parameter with its bytes."""
-        return list(zip(self._tensors, self._sizes, strict=True))
+        """Every parameter with its bytes, but for those whose gradient stays."""
+        every = zip(self._tensors, self._sizes, strict=True)
+        return [(each, size) for each, size in every if id(each) not in self._staying]

@@ -256,7 +256,7 @@ class MimoseCallback(Callback):
         if self._is_new_budget:
             self._close()
             self._tell_budget(self._open(trainer, pl_module, self.budget))
-        elif batch_idx == 0 and self._run.is_another:  # what is saved, made and kept from now on is another matter
+        elif self._run.is_another(batch_idx):  # what is saved, made and kept from now on is another matter
             shared = isinstance(self.budget, SHARED_BUDGETS)
             budget = self.budget if shared else self._run.engine.budget_bytes
             self._close()

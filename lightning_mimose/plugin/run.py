@@ -99,10 +99,15 @@ class Run:
             return None
         return self.engine.running.out_of_memory(error, "A batch of manual optimization cannot run again.")
 
-    @property
-    def is_another(self) -> bool:
-        """Whether parameters were added, dropped, frozen or unfrozen since the start."""
-        return trained_parameters(self._module) != self._trained
+    def is_another(self, batch_idx: int) -> bool:
+        """Whether parameters were added, dropped, frozen or unfrozen since the start.
+
+        Args:
+            batch_idx: Of the batch that is next: all are looked at before the first one of an epoch, or where an
+                optimizer has others.
+        """
+        looks = batch_idx == 0 or self._optimizers_are_others
+        return looks and trained_parameters(self._module) != self._trained
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Plan a batch.
@@ -127,6 +132,7 @@ class Run:
     def _begin_step(self, batch: Any, **told: Any) -> None:
         if self._optimizers_are_others:
             optimizers = self._trainer.optimizers
+            self.engine.ledger.refresh()  # parameters that are new to them may be new to the model
             self.engine.watch(optimizers)
             attempts = None if self._attempts is None else self._attempts()
             if attempts is not None:
@@ -135,13 +141,13 @@ class Run:
 
     @property
     def _optimizers_are_others(self) -> bool:
-        """Whether the trainer was given other optimizers than those that are watched."""
-        return tuple(self._trainer.optimizers) != self.engine.ledger.optimizers
+        """Whether the trainer was given other optimizers than those that are watched, or these other parameters."""
+        return not self.engine.ledger.watches(self._trainer.optimizers)
 
     def _begin_forward(self) -> None:
         """Plan anew if the module's own hook, which comes after the callback's, has changed what is trained, or how."""
         begin, self._begin = self._begin, None
-        if begin is not None and (self._optimizers_are_others or self.engine.ledger.trains_more()):
+        if begin is not None and (self._optimizers_are_others or self.engine.ledger.trains_others()):
             self.engine.drop_step()
             begin()
         self.engine.begin_forward()
