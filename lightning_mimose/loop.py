@@ -179,9 +179,9 @@ class Mimose:
         self._begun += 1
         try:
             if not engine.ledger.watches(self._optimizers):  # parameters were added to one
+                attempts.zeroes(list(dict.fromkeys([*model.parameters(), *optimized(*self._optimizers)])))
                 engine.ledger.refresh()
                 engine.watch(self._optimizers)
-                attempts.zeroes(list(dict.fromkeys([*model.parameters(), *optimized(*self._optimizers)])))
             engine.begin_step(
                 batch,
                 batch_idx=self._begun - 1,

@@ -84,6 +84,8 @@ class Forecast:
         self.resident = Resident(0, 0, True, 0)
         self.misses = Misses()
         self.penalties = Penalties()
+        self.beside_staying = False
+        """Whether what is known was learnt beside gradients that stay, of parameters that no optimizer has."""
         self.postures = Postures()
         self._actual_peaks: dict[Any, int] = {}
         self._views: dict[tuple[BatchSize, Resident, object], StepView] = {}

@@ -64,8 +64,8 @@ def staying_hint(staying_bytes: int, count: int) -> str | None:
         return None
     return (
         f"{count} parameters are trained that no optimizer has: their gradients are never zeroed, and stay "
-        f"({format_bytes(staying_bytes)}). With requires_grad_(False) neither they nor what they are made from would "
-        "take memory and time."
+        f"({format_bytes(staying_bytes)} so far). With requires_grad_(False) from the start neither they nor what they "
+        "are made from would take memory and time."
     )
 
 

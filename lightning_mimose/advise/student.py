@@ -261,6 +261,7 @@ class Student(Forecast):
             "surplus_bytes": self.misses.surplus_bytes,
             "penalties": self.penalties.state_dict(),
             "posture": self.postures.state_dict(),
+            "beside_staying": self.beside_staying,
             "refused": dict(self.refused),
         }
 
@@ -273,5 +274,6 @@ class Student(Forecast):
         self.misses.surplus_bytes = int(state["surplus_bytes"])
         self.penalties.load_state_dict(state.get("penalties", {}))
         self.postures.load_state_dict(state.get("posture", ""))
+        self.beside_staying = bool(state.get("beside_staying", False))
         self.refused = dict(state.get("refused", {}))
         return True

@@ -268,6 +268,8 @@ class Engine:
             raise RecomputeError(changed)
         self.session.given.clear()  # what is checked may be changed: another pass of the step may follow
         self.session.end_forward()
+        if step.resident.zeroes_gradients and not (step.in_backward or step.updating):
+            self.ledger.look_at_zeroed()
         step.in_backward = True
         if self.tenancy is not None:
             self.tenancy.begin_backward()

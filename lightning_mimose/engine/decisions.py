@@ -120,7 +120,7 @@ class Decisions:
         if self._attachment.lost_units():
             ledger.refresh()
             self._trained = ()  # others, whichever of them are trained
-        ledger.count_gradients(zeroes=zeroes_gradients)
+        ledger.count_gradients()
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
@@ -128,8 +128,10 @@ class Decisions:
                 advisor.misses.trained_anew()
                 self._posture.look()
                 self.reserve(ledger.optimizers)
-        if ledger.left_out != self._left_out:  # in the steps before, gradients were made that stay now, or stayed
-            self._left_out = ledger.left_out
+        stay = bool(ledger.left_out)
+        if ledger.left_out != self._left_out or stay != advisor.beside_staying:
+            # In the steps before, gradients were made that stay now, or stayed.
+            self._left_out, advisor.beside_staying = ledger.left_out, stay
             advisor.forget()
             advisor.hints.pop("staying", None)
             if (hint := staying_hint(ledger.staying_bytes, len(ledger.left_out))) is not None:

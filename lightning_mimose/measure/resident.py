@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.measure.meter import make_meter
 from lightning_mimose.parts import COMPRESSED, leaves_in, plain_parts, storages_in
@@ -209,9 +208,15 @@ def _state_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     return [leaf for leaf in states if isinstance(leaf, torch.Tensor)]
 
 
-def _groups(optimizers: Iterable[Optimizer]) -> list[int]:
-    """How many parameters their groups have."""
-    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+def _groups(optimizers: Iterable[Optimizer]) -> list[tuple[int, int, int]]:
+    """Of their groups: how many parameters they have, and which are the first and the last."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
+
+
+def _is_filled(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient, or gets one."""
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _has_none(parameter: torch.Tensor) -> bool:
@@ -230,7 +235,7 @@ class ResidentLedger:
         self._model = model
         self.bucket_bytes = bucket_bytes
         self._optimizers: tuple[Optimizer, ...] = ()
-        self._groups: Sequence[int] = ()
+        self._groups: Sequence[tuple[int, int, int]] = ()
         self._earlier: Sequence[weakref.ref[Optimizer]] = ()
         """Those before them: where somebody keeps one (a scheduler does), its state stays resident."""
         self._few: Sequence[tuple[Optimizer, torch.Tensor]] = ()
@@ -252,11 +257,10 @@ class ResidentLedger:
         self._present_bytes = self._capacity_bytes = 0
         self._unwatched: Mapping[int, tuple[torch.Tensor, int]] | None = None
         """Those parameters with their bytes, by identity; None where that has to be looked up."""
-        self._seen: dict[int, TensorWeakRef] = {}
-        """Their gradients, as they were when they were last counted."""
         self._staying: frozenset[int] = frozenset()
+        """Those whose gradients stay."""
         self.left_out: frozenset[int] = frozenset()
-        """Parameters that no optimizer has and whose gradient has stayed in some step, by identity."""
+        """Parameters that no optimizer has, by identity, if a gradient of theirs has stayed in some step."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -282,7 +286,7 @@ class ResidentLedger:
         self._unwatched = None
 
     def watches(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are watched, and have no more parameters than they had then."""
+        """Whether these are watched, and have the parameters that they had then, as far as is seen at once."""
         return tuple(optimizers) == self._optimizers and _groups(optimizers) == self._groups
 
     @property
@@ -294,42 +298,34 @@ class ResidentLedger:
         """Whether layers were unfrozen since gradients were counted."""
         return any(map(_REQUIRES_GRAD, self._frozen))
 
-    def trains_others(self) -> bool:
-        """Likewise, or whether some were frozen: a part of them tells, for whole layers are."""
-        return self.trains_more() or not all(map(_REQUIRES_GRAD, self._training[::_STRIDE]))
+    def trains_fewer(self) -> bool:
+        """Whether some were frozen, as far as a part of the parameters tells: whole layers are, mostly."""
+        return not all(map(_REQUIRES_GRAD, self._training[::_STRIDE]))
 
-    def count_gradients(self, *, zeroes: bool = False) -> None:
-        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time.
-
-        Args:
-            zeroes: Whether a step begins that zeroes gradients. What it left the last time stays.
-        """
+    def count_gradients(self) -> None:
+        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
         self._count()
         if self._unwatched is None:
             among = set(map(id, optimized(*self._optimizers)))
-            trained = compress(zip(self._tensors, self._sizes, strict=True), self.trained or ())
-            those = {id(each): (each, size) for each, size in trained if id(each) not in among}
+            every = zip(self._tensors, self._sizes, strict=True)
+            those = {id(each): (each, size) for each, size in every if id(each) not in among and _is_filled(each)}
             self._unwatched = those if self._optimizers else {}  # a loop may zero all of them
-            self._seen = {number: grad for number, grad in self._seen.items() if number in those}
-            self.left_out = self.left_out.intersection(those)
-            self._staying = self._staying.intersection(those)
-        unwatched = self._unwatched
-        if zeroes and unwatched:
-            self._staying = self._stay(unwatched)
-            self.left_out |= self._staying
-        self.staying_bytes = sum([unwatched[number][1] for number in self._staying])
+            self._staying = self._staying.intersection(self._unwatched)
+            self.left_out = self.left_out.intersection(self._unwatched)
+        staying = [self._unwatched[number] for number in self._staying]
+        self.staying_bytes = sum([size for _, size in staying])
         self.gradient_bytes = self._present_bytes - self.staying_bytes
-        self.gradient_capacity_bytes = self._capacity_bytes - self.staying_bytes
+        self.gradient_capacity_bytes = self._capacity_bytes - sum(
+            [size for each, size in staying if each.requires_grad]
+        )
 
-    def _stay(self, unwatched: Mapping[int, tuple[torch.Tensor, int]]) -> frozenset[int]:
-        """Of which parameters the gradient has been there in two steps; a loop that zeroes them makes others."""
-        found = {number: grad for number, (each, _) in unwatched.items() if (grad := each.grad) is not None}
-        same = (number for number, grad in found.items() if number in self._seen and self._seen[number]() is grad)
-        staying = frozenset(same)
-        self._seen = {
-            number: self._seen[number] if number in staying else TensorWeakRef(grad) for number, grad in found.items()
-        }
-        return staying
+    def look_at_zeroed(self) -> None:
+        """Gradients were zeroed for this step, and its backward begins: what is there stays."""
+        if self._unwatched:
+            found = self._unwatched.items()
+            self._staying = frozenset([number for number, (each, _) in found if each.grad is not None])
+            if self._staying:
+                self.left_out = frozenset(self._unwatched)  # all of them: others may get theirs one after the other
 
     def _count(self) -> None:
         # What comes out hardly ever changes, and looking at every parameter is most of what a step costs here. None can

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
+MOST_FROZEN = 3
+"""Times that a hook after the callback's may freeze layers before that is looked at in the next step only."""
+
+
 class Run:
     """An engine on a trainer's model; nothing is attached before `start`.
 
@@ -56,6 +60,7 @@ class Run:
         self.habits = GradientHabits(module)
         self._trained = trained_parameters(module)
         self._hooks: list[TrainingStepHook | RetryHook] = []
+        self._frozen = 0
         self._begin: Callable[[], None] | None = None
         self._attempts: weakref.ref[Attempts] | None = None  # what it holds cannot be copied
 
@@ -132,11 +137,11 @@ class Run:
     def _begin_step(self, batch: Any, **told: Any) -> None:
         if self._optimizers_are_others:
             optimizers = self._trainer.optimizers
-            self.engine.ledger.refresh()  # parameters that are new to them may be new to the model
-            self.engine.watch(optimizers)
             attempts = None if self._attempts is None else self._attempts()
             if attempts is not None:
                 attempts.zeroes(list(optimized(*optimizers)))
+            self.engine.ledger.refresh()  # parameters that are new to them may be new to the model
+            self.engine.watch(optimizers)
         self.engine.begin_step(batch, **told)
 
     @property
@@ -144,10 +149,22 @@ class Run:
         """Whether the trainer was given other optimizers than those that are watched, or these other parameters."""
         return not self.engine.ledger.watches(self._trainer.optimizers)
 
+    def _trains_others(self) -> bool:
+        """Whether layers were frozen or unfrozen since the step began.
+
+        What is frozen takes less but for the step itself, so that where it comes again and again the next will do.
+        """
+        ledger = self.engine.ledger
+        if ledger.trains_more():
+            return True
+        freezes = self._frozen < MOST_FROZEN and ledger.trains_fewer()
+        self._frozen += freezes
+        return freezes
+
     def _begin_forward(self) -> None:
         """Plan anew if the module's own hook, which comes after the callback's, has changed what is trained, or how."""
         begin, self._begin = self._begin, None
-        if begin is not None and (self._optimizers_are_others or self.engine.ledger.trains_others()):
+        if begin is not None and (self._optimizers_are_others or self._trains_others()):
             self.engine.drop_step()
             begin()
         self.engine.begin_forward()

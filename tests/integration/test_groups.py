@@ -134,7 +134,7 @@ def test_gradients_that_nobody_zeroes_are_told_of() -> None:
         each.grad for name, each in fit.task.model.named_parameters() if "head" not in name and each.grad is not None
     ]
     assert f"{len(staying)} parameters are trained that no optimizer has" in told
-    assert f"stay ({format_bytes(sum(each.nbytes for each in staying))})" in told
+    assert f"stay ({format_bytes(sum(each.nbytes for each in staying))} so far)" in told
 
 
 def test_a_plain_loop_whose_optimizer_gets_more() -> None:
@@ -159,3 +159,46 @@ def test_a_plain_loop_whose_optimizer_gets_more() -> None:
         state = sum(each.nbytes for parameter in model[1].parameters() for each in optimizer.state[parameter].values())
         assert engine.ledger.lasting_bytes() == before + state
         assert engine.ledger.watches([optimizer])
+
+
+class Experts(HeadAlone):
+    """Wide heads that no optimizer has take turns: each gets its gradient later than the one before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.wide = nn.ModuleList(nn.Linear(32, 400) for _ in range(STEPS))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """With a second loss."""
+        first = self.model.embed(batch["input_ids"][:, :1])
+        return super().training_step(batch, batch_idx) + self.wide[batch_idx](first).square().mean()
+
+
+class FreezingInTurns(Task):
+    """What a hook after the callback's freezes in every step, another one unfreezes."""
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """After the callback's."""
+        self.model.layers[:2].requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Before the next one's."""
+        self.model.layers[:2].requires_grad_(True)
+
+
+@pytest.mark.parametrize("task", [Experts, FreezingInTurns])
+def test_what_changes_in_every_step_is_not_learnt_anew_for_ever(task: type[Task]) -> None:
+    callback = MimoseCallback("1GB")
+    run(callback, task=task, data=few(count=STEPS), metered=False)
+    assert sum(record.sheltered for record in callback.records) <= STEPS // 2
+
+
+def test_a_second_fit_beside_gradients_that_stay() -> None:
+    """What the first one has learnt was learnt beside them; they come anew in the first step of the second."""
+    data = few(count=STEPS)
+    plain = [run(task=JoiningLate, data=data[:WHEN]) for _ in range(2)]
+    callback = MimoseCallback(budget := plain[0].budget(0.6))
+    for _ in range(2):
+        fit = run(callback, task=JoiningLate, data=data[:WHEN])
+        assert same(plain[0].weights(), fit.weights())
+        assert max(fit.peaks) <= budget
