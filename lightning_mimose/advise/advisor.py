@@ -63,6 +63,12 @@ class Advisor(Student):
         self._actions: dict[int, tuple[Plan, dict[str, str], frozenset[str]]] = {}
         """By the identity of plans, which are held so that no other object can have it."""
 
+    def hint(self, about: str, text: str | None) -> None:
+        """Advise the user in the report; None takes back what was said about it."""
+        self.hints.pop(about, None)
+        if text is not None:
+            self.hints[about] = text
+
     def advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         """The plan for a batch.
 

@@ -133,9 +133,9 @@ class Decisions:
             # In the steps before, gradients were made that stay now, or stayed.
             self._left_out, advisor.beside_staying = ledger.left_out, stay
             advisor.forget()
-            advisor.hints.pop("staying", None)
-            if (hint := staying_hint(ledger.staying_bytes, len(ledger.left_out))) is not None:
-                advisor.hints["staying"] = hint
+            hint = staying_hint(ledger.staying_bytes, len(ledger.left_out))
+            advisor.hint("staying", hint)
+            if hint is not None:
                 advisor.announce(f"mimose: {hint}")
         modes = self._posture.expected()
         kind = advisor.postures.foresee(modes, batch_idx)

@@ -151,7 +151,7 @@ class Lessons:
         """
         if not step.sheltered and self._learnt:
             self._learnt = 0
-            self._hint("size", None)
+            self._advisor.hint("size", None)
         if step.recorder is None or not step.measuring:
             return
         if isinstance(step.recorder, StepRecorder):
@@ -200,7 +200,9 @@ class Lessons:
         if (step.measured_peak_bytes or 0) > before_update > 0:
             transient = self._update.cost.transient_bytes
             optimizers = self._ledger.optimizers
-            self._hint("update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update))
+            self._advisor.hint(
+                "update", update_hint(optimizers, transient, step.measured_peak_bytes or 0, before_update)
+            )
         if trace.marks and not (again or step.retried):
             self._update.reached(trace.peak_bytes, trace.intervals[-1].level_bytes)
         if self._ledger.lasting_bytes() == step.own_lasting_bytes and not step.evaluated_again:
@@ -247,7 +249,7 @@ class Lessons:
             if not step.retried:  # what is left of an attempt that failed is in the allocator, too
                 self._advisor.learn_held(step.measured_peak_bytes, trace.allocator.held_bytes)
             fragmented = self._advisor.misses.fragmentation_bytes
-            self._hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
+            self._advisor.hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak
 
     def _observe(self, step: Step, trace: StepTrace) -> None:
@@ -281,13 +283,13 @@ class Lessons:
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)
-            self._hint("attention", attention_hint(self._model, observation.structure, observation.values))
+            self._advisor.hint("attention", attention_hint(self._model, observation.structure, observation.values))
             read_at = self._advisor.tracker.level, self._advisor.tracker.entries
             if read_at != self._read_at:
                 self._read_at, self._learnt = read_at, 0
             self._learnt += 1
             if self._learnt % SHELTERED_STEPS == 0:
-                self._hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
+                self._advisor.hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
                 if self._learnt == SHELTERED_STEPS:
                     warnings.warn(self._advisor.hints["size"], stacklevel=5)
         elif went_back and not self._unreached:
@@ -305,8 +307,3 @@ class Lessons:
         The optimizer's state that came with that comes once. What a very first step does is known to be of its kind.
         """
         return step.resident.old_gradient_bytes > 0 and self._ledger.lasting_bytes() > step.own_lasting_bytes
-
-    def _hint(self, about: str, text: str | None) -> None:
-        self._advisor.hints.pop(about, None)
-        if text is not None:
-            self._advisor.hints[about] = text

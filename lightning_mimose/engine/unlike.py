@@ -88,10 +88,7 @@ class Unlike:
         self._advisor.announce(text)
 
     def _advise(self, text: str | None) -> None:
-        self._advisor.hints.pop("scatter", None)
-        if text is None:
-            return
-        self._advisor.hints["scatter"] = text
-        if not self._told:
+        self._advisor.hint("scatter", text)
+        if text is not None and not self._told:
             self._told = True
             self._advisor.announce(f"mimose: {text}")

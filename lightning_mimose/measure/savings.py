@@ -46,13 +46,16 @@ def savings(
     items = call.items or ()
     found = []
     last = _last(trace, call)
+    # Of a step's pieces, those in which something happens to it: to look at all of them goes with the square of calls.
+    within = chain.from_iterable(trace.pieces_of[call.marks["again"] : last + 1])
+    own = sorted({*trace.opened.get(call.key, ()), *within})
     for grade in range(1, grades + 1):
         lean = [0 < item.grade <= grade for item in items]
         if handed is not None and handed.item >= 0:
             lean[handed.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
         early = frozenset[int]() if handed is None else handed.early(grade)
-        found.append(_of_grade(trace, call, last, lean, taken, items, lent, early))
+        found.append(_of_grade(trace, call, last, own, lean, taken, items, lent, early))
     return found
 
 
@@ -98,6 +101,7 @@ def _of_grade(
     trace: StepTrace,
     call: Call,
     last: int,
+    own: list[int],
     lean: list[bool],
     taken: list[bool],
     items: tuple[LeanItem, ...],
@@ -109,9 +113,7 @@ def _of_grade(
     used: set[int] = set()
     tops: dict[int, list[tuple[int, ...]]] = {}
     relief = 0
-    # Of a step's pieces, those in which something happens to it: to look at all of them goes with the square of calls.
-    own = {*trace.opened.get(key, ()), *chain.from_iterable(trace.pieces_of[first : last + 1])}
-    for at in sorted(own):
+    for at in own:
         piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
         besides = made = 0
         if piece.event is not None and piece.event[0] == key:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.engine.unlike import FEWEST_STEPS, MOST_MISSES, Unlike
 from lightning_mimose.sizes import SizeTracker
 
@@ -15,6 +17,7 @@ def followed() -> tuple[Unlike, Any]:
     """Nothing known but some batches of two languages, and who was told what."""
     told: list[str] = []
     advisor: Any = SimpleNamespace(tracker=SizeTracker(), scratch_bytes=0, hints={}, announce=told.append, told=told)
+    advisor.hint = partial(Advisor.hint, advisor)
     unlike = Unlike(advisor)
     for step in range(8):
         size = advisor.tracker.observe({"ids": torch.zeros(2, 8 + step), "language": ("en", "de")[step % 2]})
