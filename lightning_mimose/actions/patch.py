@@ -35,12 +35,19 @@ class Switch(Protocol):
     def stops(self) -> Any:
         """Where calls may have to wait, if they may."""
 
+    @property
+    def ran(self) -> set[int]:
+        """Identities of the modules that were called."""
+
 
 class _On:
     """Says that it always has."""
 
     armed = True
     stops = None
+
+    def __init__(self) -> None:
+        self.ran: set[int] = set()
 
 
 _ON = _On()
@@ -78,6 +85,7 @@ def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
         if entry.replacement is not forward:  # called by what somebody has put above us, and we are above that now
             return _beneath(forward, self)(*args, **kwargs)
         switch = entry.switch
+        switch.ran.add(id(self))
         if switch.armed or switch.stops is not None:
             if _compiles_frames() is not None:  # around us, in a step that is compiled: not ours, nor what we call
                 return torch.compiler.disable(entry.handler)(args, kwargs)
@@ -102,7 +110,10 @@ class _CompiledCall:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         entry = _handlers.get(self.key)
-        return self.original(*args, **kwargs) if entry is None else entry.handler(args, kwargs)
+        if entry is None:
+            return self.original(*args, **kwargs)
+        entry.switch.ran.add(self.key)
+        return entry.handler(args, kwargs)
 
 
 def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler], switch: Switch = _ON) -> None:

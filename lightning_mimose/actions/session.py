@@ -50,6 +50,7 @@ class Session:
         inside: Depth of regions whose forward is running; nested units then do as their own forward says.
         strangers: Units that the plan knows nothing of: they are recomputed if they are called all the same.
         met: Those that this step has called.
+        ran: Identities of all units' modules that were called since its forward began, whatever they did.
         foreign: Whether units were seen inside somebody else's checkpoint or saved-tensor hooks.
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
@@ -97,6 +98,7 @@ class Session:
     inside: int = 0
     strangers: frozenset[str] = frozenset()
     met: list[str] = field(default_factory=list)
+    ran: set[int] = field(default_factory=set)
     foreign: bool = False
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -189,6 +191,10 @@ class Session:
         if self.offloader is not None:
             self.offloader.begin()
         self.armed = bool(self.actions or strangers) or recorder is not None
+
+    def path(self) -> int:
+        """Stands for the set of units that were called."""
+        return hash(frozenset(self.ran))
 
     def record(self, recorder: StepRecorder) -> None:
         """Record the units' calls from now on."""

@@ -90,7 +90,7 @@ class Lessons:
             step: The step.
             what: Stands for what it did with gradients, see `engine.passes`.
         """
-        seen = self._advisor.postures.saw(step.batch_idx, step.size, what)
+        seen = self._advisor.postures.saw(step.batch_idx, step.size, what, self._session.path())
         step.strange = seen.kind not in (None, step.kind)
         if seen.doubts and not step.sheltered:
             self._advisor.misses.verified = 0  # the next are held against theirs

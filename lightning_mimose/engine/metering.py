@@ -163,6 +163,7 @@ class Metering:
         if not step.sheltered:
             self._follow_inputs(step)
         self._session.own_nodes = 0  # those of calls before the step's forward do not count either
+        self._session.ran.clear()
         self._passes.begin()
         self._fates = None
 

@@ -28,6 +28,10 @@ FADES, CHANGED = 0.95, 2.0
 """What is left of a kind's weight with each step, and how many times as much another one needs to be the usual one."""
 MOST_RENEWALS = 2
 """How often all is learnt anew where the number goes by the size, and another one of a size is met."""
+PROVEN, CHANCE = 4, 0.01
+"""How often what goes by the units that are called has to come as foreseen, and how likely that may be by chance."""
+MOST_PATHS, MOST_PATHS_OF_SIZE = 256, 16
+"""Sets of units that were called and are remembered, in all and of each size."""
 
 
 class _Pattern:
@@ -44,6 +48,17 @@ class _Pattern:
         """In the epoch before, and in this one."""
         self._right, self._wrong = [0, 0], [0, 0]
         """How often it was foreseen and came, and did not, by the step and by the place."""
+
+    def is_proven(self, share: float) -> bool:
+        """Whether it came as foreseen so often, and hardly ever not, that this is no chance.
+
+        Args:
+            share: In which share of the steps it comes.
+        """
+        ways = zip(self._right, self._wrong, strict=True)
+        return any(
+            right >= PROVEN and wrong * PROVEN <= right and share ** (right - wrong) < CHANCE for right, wrong in ways
+        )
 
     @property
     def is_loose(self) -> bool:
@@ -117,6 +132,7 @@ class _Kind:
         times: How often it came.
         weight: The same of late.
         sizes: Of such steps, as many as are remembered.
+        shares: Whether steps that called the same units had another number: if not, it goes by what they call.
     """
 
     pattern: _Pattern = field(default_factory=_Pattern)
@@ -126,6 +142,7 @@ class _Kind:
     times: int = 0
     weight: float = 0.0
     sizes: set[Hashable] = field(default_factory=set)
+    shares: bool = False
 
     def came(self, step: int, place: int, *, told: bool = False) -> None:
         """It has come; `told` says that nothing else was to be expected of the size."""
@@ -185,20 +202,30 @@ class Kinds:
         self._place = 0
         self._counts: dict[Hashable, _Kind] = {}
         self._named: list[_Kind] = []
-        self._steady = 0
-        self._sizes: dict[Hashable, Hashable] = {}
+        self._times = self._steady = 0
+        self._sizes: dict[Hashable, dict[Hashable, Hashable]] = {}
+        """Size -> units that were called -> the number of operations, each the first time."""
+        self._paths: dict[Hashable, Hashable] = {}
+        """The same of all sizes."""
         self._renewals = 0
         self._right = self._wrong = 0
 
     @property
     def follows(self) -> bool:
         """Whether they are told apart: no more if there are too many, or if most come by chance (layers left out)."""
-        many = len(self._named) > MOST_KINDS or len(self._counts) > MOST_COUNTS
+        many = len(self._counts) > MOST_COUNTS or sum(not self._waits(kind) for kind in self._named) > MOST_KINDS
         return not many and (self._wrong < MOST_GUESSES or self._wrong < self._right)
 
     def is_sure(self, index: int) -> bool:
         """Whether there is such a kind for sure."""
         return index < len(self._named) and self._named[index].is_sure
+
+    def _waits(self, kind: _Kind) -> bool:
+        """Whether it may come by chance, with the units that are called: blocks left out, one head of several.
+
+        What such steps take is known from the paths through the model, see `predict.paths`.
+        """
+        return not (kind.is_sure or kind.shares or kind.pattern.is_proven(kind.times / max(1, self._times)))
 
     def foresee(self, step: int, place: int) -> int:
         """The kind of a step.
@@ -209,12 +236,12 @@ class Kinds:
         """
         if len(self._named) < 2 or not self.follows:
             return self.usual
-        likely = [kind for kind in self._named if kind.is_foreseen(step, place)]
+        likely = [kind for kind in self._named if kind.is_foreseen(step, place) and not self._waits(kind)]
         # What comes in most steps comes if nothing else does.
         rarest = min(likely, key=lambda kind: kind.weight, default=None)
         return self.usual if rarest is None or rarest.index is None else rarest.index
 
-    def saw(self, step: int, place: int, size: Hashable, count: Hashable) -> Seen:
+    def saw(self, step: int, place: int, size: Hashable, count: Hashable, path: Hashable = None) -> Seen:
         """A step's passes are over.
 
         Args:
@@ -222,10 +249,11 @@ class Kinds:
             place: Likewise.
             size: The batch's size.
             count: How many operations with gradients it had, or what stands for all that it did with them.
+            path: Stands for the units that were called.
         """
+        other = self._paths.setdefault(path, count) if len(self._paths) < MOST_PATHS else self._paths.get(path, count)
         if len(self._counts) == 1 and self._named and count in self._counts:  # as in most trainings, in every step
-            if len(self._sizes) < MOST_SIZES:
-                self._sizes.setdefault(size, count)
+            self._of_size(size, path, count)
             only = self._named[0]
             only.weight, self._steady, self._place = only.weight * FADES + 1, self._steady + 1, place
             return Seen(only.index)
@@ -238,25 +266,26 @@ class Kinds:
         if len(self._counts) == 1 and self._named:
             self._named[0].forget()  # when it came was not written down for as long as it was the only one
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
-        before = self._sizes.get(size)
-        if self._named and before == count and not kind.is_sure:
+        if other != count and other in self._counts:
+            kind.shares = self._counts[other].shares = True
+        before, always = self._of_size(size, path, count)
+        if self._named and always and not kind.is_sure:
             self._steady = 0
             kind.came(step, place, told=True)
             return Seen(None)  # its size has told so: what comes again is that
         was_foreseen = self._compare(kind, step, place)
-        kind.times, kind.weight = kind.times + 1, kind.weight + 1
+        kind.times, kind.weight, self._times = kind.times + 1, kind.weight + 1, self._times + 1
         if len(kind.sizes) < MOST_MIXED:
             kind.sizes.add(size)
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
-        if before is None and len(self._sizes) < MOST_SIZES:
-            self._sizes[size] = count
-        conflicts = before not in (None, count)
+        conflicts = before != count
         steady, self._steady = self._steady, self._steady + 1 if kind.is_sure else 0
         mixed, is_first = frozenset[Hashable](), not self._named
-        if not kind.is_sure and (self._is_usual(kind) if is_first else was_foreseen or conflicts):
+        speaks = self._is_usual(kind) if is_first else (was_foreseen or conflicts) and not self._waits(kind)
+        if speaks and not kind.is_sure:
             # Until now it was taken for the usual one; where this is the first, all others were.
             others = [kind] if not is_first else [other for other in self._counts.values() if other is not kind]
-            mixed = frozenset().union(*(other.sizes for other in others)) - {size}
+            mixed = frozenset().union(*(other.sizes for other in others if other.shares)) - {size}
             kind.becomes_sure()
         if kind.index is None and (kind.is_sure or (kind.times > 1 and not is_first)):
             kind.index = len(self._named)
@@ -264,6 +293,18 @@ class Kinds:
         if not kind.is_sure:
             return self._by_size(conflicts) if is_first else Seen(None, doubts=is_new and steady >= STEADY)
         return self._known(kind, mixed)
+
+    def _of_size(self, size: Hashable, path: Hashable, count: Hashable) -> tuple[Hashable, bool]:
+        """The number that a size had when these units were called, and whether it was met and had no other at all."""
+        known = self._sizes.get(size)
+        if known is None:
+            if len(self._sizes) < MOST_SIZES:
+                self._sizes[size] = {path: count}
+            return count, False
+        always = all(number == count for number in known.values())
+        if path not in known and len(known) < MOST_PATHS_OF_SIZE:
+            known[path] = count
+        return known.get(path, count), always
 
     def _compare(self, kind: _Kind, step: int, place: int) -> bool:
         """Hold what was foreseen against the kind that came; returns whether it was foreseen."""

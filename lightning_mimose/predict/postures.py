@@ -101,9 +101,9 @@ class Postures:
             self._apart[modes] = Kinds(), {}
         return self._apart[modes]
 
-    def saw(self, place: int, size: Hashable, count: Hashable) -> Seen:
+    def saw(self, place: int, size: Hashable, count: Hashable, path: Hashable = None) -> Seen:
         """See `Kinds.saw`."""
-        return self.kinds.saw(self._steps, place, size, count)
+        return self.kinds.saw(self._steps, place, size, count, path)
 
     def usual(self, learnt: Estimator) -> Estimator:
         """What was learnt of the usual steps, with modules set as they are: what a state has room for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import pytest
@@ -23,7 +23,11 @@ def over(sizes: int, step: int) -> int:
 
 
 def followed(
-    count_of: CountOf, steps: int = 200, epoch: int = MANY, size_of: Callable[[int], int] = lambda step: step * 7 % 61
+    count_of: CountOf,
+    steps: int = 200,
+    epoch: int = MANY,
+    size_of: Callable[[int], int] = lambda step: step * 7 % 61,
+    path_of: Callable[[int], Hashable] = lambda _: None,
 ) -> tuple[list[int], list[int], list[int], Kinds]:
     """Steps that turned out to be of another kind than was foreseen, those after which all is learnt anew, and doubts.
 
@@ -32,12 +36,13 @@ def followed(
         steps: How many there are.
         epoch: How many of them are one.
         size_of: Step -> size.
+        path_of: Step -> what stands for the units that it calls.
     """
     kinds, strange, renewed, doubted = Kinds(), list[int](), list[int](), list[int]()
     for step in range(steps):
         place, size = step % epoch, size_of(step)
         foreseen = kinds.foresee(step, place)
-        seen = kinds.saw(step, place, size, count_of(step, place, size))
+        seen = kinds.saw(step, place, size, count_of(step, place, size), path_of(step))
         strange += [step] if seen.kind not in (None, foreseen) else []
         renewed += [step] if seen.renews else []
         doubted += [step] if seen.doubts else []
@@ -234,3 +239,57 @@ def test_numbers_of_a_few_sizes_that_come_again_and_again_are_none() -> None:
     )
     assert (strange, renewed, doubted) == ([], [], [])
     assert not any(kinds.is_sure(index) for index in range(1, MOST_KINDS))
+
+
+@pytest.mark.parametrize("sizes", [1, 5, 61])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.5])
+@given(seed=st.integers(0, 10_000))
+def test_blocks_that_are_left_out_by_chance_make_no_kinds(sizes: int, share: float, seed: int) -> None:
+    """Whatever is foreseen comes by chance; the units that were called tell why the number is another one."""
+    chance = random.Random(seed)
+    left_out = [tuple(chance.random() < share for _ in range(6)) for _ in range(300)]
+    strange, renewed, *_ = followed(
+        lambda step, *_: 70 - 9 * sum(left_out[step]), 300, 50, partial(over, sizes), left_out.__getitem__
+    )
+    assert not renewed
+    assert len(strange) <= 6
+
+
+@pytest.mark.parametrize("epoch", [MANY, 40])
+def test_one_head_of_several_by_chance_makes_no_kind(epoch: int) -> None:
+    """As above, in trainings with one size and with many."""
+    found = []
+    for seed in range(40):
+        chance = random.Random(seed)
+        heads = [chance.randrange(3) for _ in range(200)]
+        strange, renewed, _, _ = followed(
+            lambda step, *_, heads=heads: 70 + 7 * heads[step],  # type: ignore[misc]
+            epoch=epoch,
+            size_of=partial(over, 1 + seed % 5),
+            path_of=heads.__getitem__,
+        )
+        assert not renewed
+        found.append(len(strange))
+    assert sum(map(bool, found)) <= 4
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 10])
+def test_tasks_in_turns_are_foreseen_in_the_end(every: int) -> None:
+    """Their units tell them apart as well, but which one comes next is more than chance."""
+    strange, renewed, _, kinds = followed(
+        lambda step, *_: 90 if step % every == 0 else 70, path_of=lambda step: step % every == 0
+    )
+    assert not renewed
+    assert len(strange) <= 2
+    foreseen = [(step % every == 0, kinds.foresee(step, step)) for step in range(200, 200 + every)]
+    assert len(set(foreseen)) == len({kind for _, kind in foreseen}) == 2
+
+
+def test_a_loss_that_is_added_beside_blocks_by_chance_is_a_kind() -> None:
+    """Of the same units, steps with it and without are told apart."""
+    chance = random.Random(1)
+    left_out = [chance.random() < 0.1 for _ in range(400)]
+    strange, *_ = followed(
+        lambda step, *_: 70 - 9 * left_out[step] + 20 * (step % 8 == 0), 400, path_of=left_out.__getitem__
+    )
+    assert len([step for step in strange if step > 40]) <= 12
