@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
-from lightning_mimose.advise.forecast import LEAN_REACH, understood_by
+from lightning_mimose.advise.forecast import KNOWN_PEAKS, LEAN_REACH, understood_by
 from lightning_mimose.advise.student import Student
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
@@ -56,6 +56,8 @@ class Advisor(Student):
         self.planner = Planner(planner)
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
+        self._leaner: dict[Hashable, tuple[Plan, int | None]] = {}
+        """Plans for sizes that are not trusted yet, where the shelter breaks the budget, and the peaks they came to."""
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
         self.announce: Callable[[str], None] = log.info
@@ -96,6 +98,8 @@ class Advisor(Student):
         if plan is None and planned is not size:
             plan, planned = self.planner.known(self._key(size), self.budget_bytes), size
         hit, infeasible, proves = plan is not None, False, False
+        if plan is None and self._leaner and (known := self._leaner.get(self._key(size))) is not None:
+            return Advice(*known, cache_hit=True, repeated=known[1] is not None)
         if plan is None:
             planned, prediction = self._known_size(size)
             if prediction is None:
@@ -107,6 +111,7 @@ class Advisor(Student):
                 if not self._trusts(prediction, timeline):
                     beyond = self._beyond_shelter(timeline) if size not in self.estimator.shelter_only else None
                     if beyond is not None:
+                        self._remember(size, beyond)
                         return Advice(beyond, None, False)
                     return self._unplanned(size, resident, timeline.peak_bytes({}))
                 margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
@@ -207,11 +212,32 @@ class Advisor(Student):
                 return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
         return Advice(None, None, False)
 
+    def _remember(self, size: BatchSize, plan: Plan, peak_bytes: int | None = None) -> None:
+        """Take a plan for a size again, as long as nothing else is learnt: its batches are not measured in shelter."""
+        if len(self._leaner) >= KNOWN_PEAKS:
+            self._leaner.clear()
+        self._leaner[self._key(size)] = plan, peak_bytes
+
+    def came_to(self, size: BatchSize, plan: Plan, peak_bytes: int) -> None:
+        """Learn what such a plan came to, inside the budget: that is known of it now."""
+        if self._leaner.get(self._key(size), (None,))[0] is plan:
+            self._remember(size, plan, peak_bytes)
+
+    def has_leaner(self, size: BatchSize, resident: Resident) -> bool:
+        """Whether a plan is known that keeps a batch inside the budget, though the shelter does not."""
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None or not prediction.trusted:
+            return False
+        timeline = self.timeline_of(prediction, resident)
+        margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
+        return self.least(timeline).predicted_peak_bytes + margin <= self.budget_bytes
+
     def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
         """Learn what a plan reached that was to be leaner than the shelter."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self.estimator.shelter_only.add(size)
+            self._leaner.clear()
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.
@@ -223,6 +249,7 @@ class Advisor(Student):
         if unlean != self._unlean or divisible != self._divisible:
             self._unlean, self._divisible = frozenset(unlean), frozenset(divisible)
             self.planner.forget()
+            self._leaner.clear()
 
     def menu(self, timeline: Timeline) -> Timeline:
         """What plans may choose from."""
@@ -266,6 +293,7 @@ class Advisor(Student):
 
     def _forget_plans(self) -> None:
         self.planner.forget()
+        self._leaner.clear()
         super()._forget_plans()
 
     # --- asking -----------------------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ class Lessons:
         """Stop the meter after backward, learn, and see whether the promise was kept.
 
         Raises:
-            BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
+            BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget, and none is known
+                that saves more.
         """
         if not step.sheltered and self._learnt:
             self._learnt = 0
@@ -172,6 +173,10 @@ class Lessons:
         if step.learns:
             self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
+            # As it was learnt from, more may be known than the shelter that was cut before anything was.
+            if self._advisor.has_leaner(step.size, self._update.later(step.resident)):
+                self._judge.sheltered(step, peak)
+                return
             how = "with every unit recomputed"
             self._refuser.refuse(step.size, step.resident, peak, with_reserve(peak), how)
 

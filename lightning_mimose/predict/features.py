@@ -58,6 +58,12 @@ class Basis:
         return any(granule > 1 for granules in self.granules for granule in granules)
 
     @property
+    def bends(self) -> bool:
+        """Whether it has a square of each dimension but the batch."""
+        highest = dict(zip(self.dims, map(max, zip(*self.monomials, strict=True)), strict=True))
+        return all(degree > 1 for name, degree in highest.items() if name != "batch")
+
+    @property
     def padded(self) -> tuple[str, int] | None:
         """The one of two lengths that alone is rounded up, and to multiples of what; None where it is not so."""
         granules = [max(each) for each in zip(*self.granules, strict=True)]

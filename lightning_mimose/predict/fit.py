@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.checking import EXACT_ERROR
 from lightning_mimose.predict.features import Basis, Relation
 from lightning_mimose.predict.local import LocalFit
 from lightning_mimose.predict.maxima import Collapse
@@ -77,9 +78,11 @@ class Fit:
 
         Sizes that were all rounded alike tell nothing of others: if they were whole multiples (of a stride, a window),
         it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one.
-        Where the basis rounds up, it grows with the leverage, as if all of it were due to a wrong basis. Where it
-        rounds one of two lengths, the other may be padded to blocks that are larger than all that was seen: nothing is
-        known beyond.
+        Beyond the sizes seen it grows with the leverage, as if all of it were due to a wrong basis: from lengths that
+        are nearly the same, what grows with their square cannot be told from what grows with them. Where the basis has
+        squares and is right but for rounding, it grows with the root of that, as noise does. Where one of two lengths
+        is rounded up, the other may be padded to blocks that are larger than all that was seen: nothing is known
+        beyond.
         """
         if any(dims[name] % grain for name, grain in self.grains):
             return float("inf")
@@ -90,9 +93,9 @@ class Fit:
         features = self.basis.features(dims)
         if self.resting is not None and (np.abs(features @ self.resting) > LEVERAGE).any():
             return float("inf")
-        if not self.basis.rounds:
-            return self.error
-        return self.error * max(1.0, float(features @ self.inverse @ features) / self.leverage)
+        beyond = max(1.0, float(features @ self.inverse @ features) / self.leverage)
+        is_right = self.basis.bends and not self.basis.rounds and self.error <= EXACT_ERROR
+        return self.error * (beyond**0.5 if is_right else beyond)
 
     def _known_to(self, name: str) -> int:
         """The greatest value of a length of which something is known, where one of two is padded."""

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from lightning_mimose import Mimose, StepRecord
 from lightning_mimose.predict.checking import EXACT_ERROR
 from tests.helpers.architectures import train
-from tests.helpers.models import Batch
+from tests.helpers.models import Batch, TinyText, text_batch
 
 WIDTH = 48
 LENGTHS = (40, 17, 33, 26, 21, 37, 30)
@@ -265,3 +265,23 @@ def test_lengths_whose_peaks_are_of_different_operations() -> None:
     assert prediction.trusted
     assert prediction.error < EXACT_ERROR
     assert not prediction.doubtful
+
+
+@pytest.mark.parametrize("order", ["longest first", "shortest first", "nearly the same first"])
+def test_lengths_in_any_order(order: str) -> None:
+    """Sizes that lie close together are not taken for a line that goes on for ever."""
+    draw = random.Random(1)
+    lengths = [draw.randint(12, 96) for _ in range(24)]
+    lengths.sort(reverse=order == "longest first")
+    if order == "nearly the same first":
+        lengths = [draw.randint(90, 96) for _ in range(6)] + draw.sample(lengths, len(lengths))
+    data = [text_batch(4, length, i) for i, length in enumerate(lengths)]
+
+    build = partial(TinyText, 4)
+    plain = train(build, data)
+    done = train(build, data, budget := plain.budget(0.4))
+    assert max(done.peaks) <= budget < max(plain.peaks)
+    planned = [(r, peak) for r, peak in zip(done.mimose.records, done.peaks, strict=True) if not r.sheltered]
+    assert len(planned) >= 12
+    for record, peak in planned:
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)

@@ -333,6 +333,18 @@ def test_far_outside_the_range_nothing_is_trusted(asked: int) -> None:
     assert not predicted(estimator, text(asked)[0]).trusted
 
 
+@pytest.mark.parametrize(("nearly", "asked"), [((128, 126, 124, 121), 43), ((100, 101, 103, 106), 240)])
+def test_lengths_that_are_nearly_the_same_say_little_of_others(nearly: tuple[int, ...], asked: int) -> None:
+    """As where the longest come first: four of them lie on a line, whatever grows with their square."""
+    values, size = law(degree=2), text(asked)[0]
+    few = predicted(learnt(text(*nearly), values), size)
+    assert not few.trusted
+    assert predicted(learnt(text(*nearly), values), text(nearly[1] + 1)[0]).trusted
+    more = predicted(learnt(text(*nearly, (nearly[0] + asked) // 2), values), size)
+    assert more.trusted
+    np.testing.assert_allclose(more.values, values(size), rtol=1e-6)
+
+
 def test_a_dimension_that_never_varied_is_not_extrapolated() -> None:
     """Only batches of 8 were seen: what of one with 16?"""
     estimator = learnt(text(40, 64, 80, 100, 120), law())
