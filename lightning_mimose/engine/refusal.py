@@ -33,7 +33,7 @@ class Refuser:
 
     def __init__(self, advisor: Advisor, on_infeasible: Literal["raise", "warn"], update: UpdateReserve) -> None:
         self._advisor, self._update = advisor, update
-        self._raises = on_infeasible == "raise"
+        self._raises = advisor.planner.refuses = on_infeasible == "raise"
         self._told_bytes = 0
         """The most that a warning has said a batch needs: with lengths that vary there would be one for each."""
         self.beside: Callable[[], str] = str

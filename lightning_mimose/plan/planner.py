@@ -51,6 +51,8 @@ class Planner:
     Attributes:
         cache: Plans by what they were made for.
         scheduler: Who makes them.
+        refuses: Whether training ends where nothing fits. Else it does not wait to be sure of that: it goes on with the
+            most saving plan that is found at once.
 
     Example:
         >>> import numpy as np
@@ -69,6 +71,7 @@ class Planner:
         self.cache = PlanCache()
         self._answers = PlanCache(capacity=64)
         self.scheduler = Scheduler(planner)
+        self.refuses = True
         self._savers: tuple[Plan, ...] = ()
         self._put_off: OrderedDict[tuple[Hashable, int], tuple[Question, int]] = OrderedDict()
         """For what, and under which budget -> what will be asked when it is wanted again, and the bytes it holds."""
@@ -150,6 +153,12 @@ class Planner:
                 self._asked[key, budget_bytes] = most_bytes
                 self.scheduler.beside(partial(self._find_saver, menu, most_bytes, margin_bytes))
             return Answer(None, False)
+        if plan is None and self.scheduler.planner == "auto":
+            # Training waits for the exact answer only before it is ended.
+            least = least_peak_heuristic(menu)
+            if least.predicted_peak_bytes <= most_bytes or not self.refuses:
+                plan, infeasible = least, least.predicted_peak_bytes > most_bytes
+                questions = [partial(self._find_better, menu, most_bytes, margin_bytes, least, better)]
         if plan is None:
             plan = self._hard(menu, most_bytes, margin_bytes)
             infeasible = plan.predicted_peak_bytes > most_bytes
@@ -194,7 +203,7 @@ class Planner:
     def least(self, menu: Timeline, budget_bytes: int) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
         least = least_peak_heuristic(menu)
-        if least.predicted_peak_bytes <= budget_bytes:
+        if least.predicted_peak_bytes <= budget_bytes or not self.refuses:
             return least
         return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
 
@@ -239,6 +248,15 @@ class Planner:
         plan = self._hard(menu, budget_bytes, margin_bytes)
         if plan.predicted_peak_bytes <= budget_bytes:
             self._remember(plan)
+
+    def _find_better(
+        self, menu: Timeline, budget_bytes: int, margin_bytes: int, used: Plan, better: Callable[[Plan], None]
+    ) -> None:
+        """Likewise, where a plan that saves much is used in the meantime."""
+        plan = self._hard(menu, budget_bytes, margin_bytes)
+        if plan.predicted_peak_bytes <= max(budget_bytes, used.predicted_peak_bytes):
+            self._remember(plan)
+            better(plan)
 
     def _remember(self, plan: Plan) -> None:
         if plan not in self._savers:

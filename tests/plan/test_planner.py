@@ -182,3 +182,31 @@ def test_other_planners_answer_at_once(choice: planner.PlannerChoice) -> None:
     assert not infeasible
     assert made.cache.get("size", share_of(timeline, 0.7)) == plan
     assert made.plan("size", timeline, 1, 0, can_wait=not callable(choice)).infeasible is False
+
+
+def test_the_exact_answer_is_waited_for_only_before_training_is_ended(
+    made: Planner, clueless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that fits is taken though it saves more than it must, and bettered when it is wanted again."""
+    with monkeypatch.context() as patched:
+
+        def wait(*_: object, **__: object) -> None:
+            raise TimeoutError
+
+        patched.setattr(planner, "smallest_feasible", wait)
+        patched.setattr(planner, "plan_exact", wait)
+        plan, infeasible = made.plan("size", TIMELINE, BUDGET, 0)
+        assert not infeasible
+        check(TIMELINE, plan, BUDGET)
+        with pytest.raises(TimeoutError):
+            made.plan("size", TIMELINE, 1, 0)
+        made.refuses = False
+        assert made.plan("size", TIMELINE, 1, 0).infeasible
+        assert made.least(TIMELINE, 1).choices
+    assert made.known("size", BUDGET) == plan
+    assert made.scheduler.wait(60)
+    better = made.known("size", BUDGET)
+    assert better is not None
+    check(TIMELINE, better, BUDGET)
+    assert plan is not None
+    assert better.added_seconds < plan.added_seconds
