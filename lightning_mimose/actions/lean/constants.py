@@ -143,6 +143,18 @@ class Constants(TorchFunctionMode):
         self._note(out, eps=argument(args, kwargs, 4, "eps", 1e-5))
         return out
 
+    def _batch_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        weight, bias = (argument(args, kwargs, place, name, None) for place, name in _AFFINE[func])
+        if isinstance(out, torch.Tensor):
+            self._note(base_of(out), affine=weight is not None or bias is not None)
+        return out
+
+    def _threshold(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._note(out, value=argument(args, kwargs, 2, "value", None))
+        return out
+
     def _note(self, out: Any, **constants: Any) -> None:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None:
             self.seen[out.grad_fn] = constants
@@ -189,6 +201,12 @@ _DROPOUTS: dict[Any, tuple[str, int, float]] = {
     functional.multi_head_attention_forward: ("dropout_p", 10, 0.0),
 }
 _NORMS = {functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm}
+_AFFINE: dict[Any, tuple[tuple[int, str], tuple[int, str]]] = {
+    functional.batch_norm: ((3, "weight"), (4, "bias")),
+    functional.instance_norm: ((3, "weight"), (4, "bias")),
+    torch.batch_norm: ((1, "weight"), (2, "bias")),
+    torch.instance_norm: ((1, "weight"), (2, "bias")),
+}
 _SUMS = {
     torch.add: False,
     torch.Tensor.add: False,
@@ -217,6 +235,8 @@ _NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
     **dict.fromkeys(_DROPOUTS, Constants._dropout),
     **dict.fromkeys(_SUMS, Constants._sum),
     **dict.fromkeys(_NORMS, Constants._norm),
+    **dict.fromkeys(_AFFINE, Constants._batch_norm),
+    **dict.fromkeys((functional.threshold, torch.threshold), Constants._threshold),
     functional.linear: Constants._linear,
 }
 """Functions that something is noted of, and how they are then called."""

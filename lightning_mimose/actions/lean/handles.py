@@ -41,7 +41,10 @@ class Handle:
         is_saved: Whether an operation saved it.
         owner: By whom it was packed.
         identity: Stands for which saved tensor it is, or else for what it is made from and how.
+        is_kept: Whether it is the tensor itself, at least for now.
     """
+
+    is_kept = False
 
     __slots__ = ("grade", "identity", "is_saved", "nbytes", "owner", "shape")
 
@@ -55,6 +58,11 @@ class Handle:
     def needed_grade(self) -> int:
         """The grade that something rebuilt from it needs for its sake: what was saved is there in any."""
         return 0 if self.is_saved else self.grade
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has changed what it keeps."""
+        return True
 
     @property
     def is_given_away(self) -> bool:
@@ -78,6 +86,8 @@ class Handle:
 
 class Kept(Handle):
     """The tensor itself. A detached one: a hook that returns an operation's own result makes a cycle that leaks."""
+
+    is_kept = True
 
     __slots__ = ("_tensor", "_version")
 

@@ -20,6 +20,8 @@ class Recipe(Rebuilt):
 
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
+        own_grade: The least grade that would have it, if all of `inputs` were saved.
+        is_built_on: Whether another recipe was made from it.
         operations: How many of the same call are run for it where nothing is made once for several; what another unit
             has returned is made when that is due.
 
@@ -34,6 +36,7 @@ class Recipe(Rebuilt):
         gives_away: Whether nobody else has what `rebuild` returns: new memory, or all of such a value in its order.
         takes_out: Whether `rebuild` can be told to write its result over one of the values, as `out`.
         made_in: Stands for the call that it is made in, whoever packs it (`owner`).
+        own_grade: See above; `grade` by default.
     """
 
     __slots__ = (
@@ -44,8 +47,10 @@ class Recipe(Rebuilt):
         "_switches",
         "_takes_out",
         "inputs",
+        "is_built_on",
         "is_view",
         "operations",
+        "own_grade",
         "widest_bytes",
         "work",
     )
@@ -63,17 +68,21 @@ class Recipe(Rebuilt):
         gives_away: bool = False,
         takes_out: bool = False,
         made_in: object = None,
+        own_grade: int | None = None,
     ) -> None:
         super().__init__(nbytes, shape, grade)
         self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._switches = ARITHMETIC.positions()
         self._made_in = made_in
+        self.own_grade = grade if own_grade is None else own_grade
+        self.is_built_on = False
         self._longest_first: Sequence[int] = ()
         self.operations, self.widest_bytes = 1, 0 if is_view else nbytes
         for each in self.inputs:
             rebuilt = each.rebuilt
             if isinstance(rebuilt, Recipe):
+                rebuilt.is_built_on = True
                 self.operations += self._operations_of(rebuilt)
                 if each is rebuilt and not each.is_saved:
                     self.widest_bytes = max(self.widest_bytes, rebuilt.widest_bytes)

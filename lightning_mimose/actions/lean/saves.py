@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from lightning_mimose.actions.lean.comparison import rebuilds
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
@@ -25,16 +26,15 @@ from lightning_mimose.actions.lean.handles import (
     View,
     base_of,
     is_plain,
-    rebuilt_now,
     storages_of,
     unpack,
 )
+from lightning_mimose.actions.lean.late import Late, WaitingRoom
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
-from lightning_mimose.actions.lean.values import Values
-from lightning_mimose.errors import is_out_of_memory
+from lightning_mimose.actions.lean.values import Key, Values
 from lightning_mimose.menu import MASKS
 from lightning_mimose.parts import leaves_in
 
@@ -53,11 +53,13 @@ class Saved(NamedTuple):
         storage: Its storage.
         tensor: The tensor itself, or the one it is a view of.
         handle: What could be kept instead of it.
+        again: Whether it was shown before, when that was not known.
     """
 
     storage: torch.UntypedStorage
     tensor: torch.Tensor
     handle: Handle
+    again: bool = False
 
 
 class LeanSaves:
@@ -109,6 +111,9 @@ class LeanSaves:
         self._settles = applies and told is None and small_bytes == SMALL_BYTES
         self._kept_in_vain: list[tuple[Spot, tuple[Handle | None, ...]]] = []
         self._rebuilt_here: list[Handle] = []
+        self._waiting = WaitingRoom()
+        self._awaited: list[Key] = []
+        """What was missing for the latest tensor that was looked for in vain."""
         self._in_vain = False
         """Whether there was no recipe for the latest tensor, whatever its size."""
         self.compared = self.differed = self.took = False
@@ -162,6 +167,8 @@ class LeanSaves:
     def close(self) -> None:
         """Let go of everything that nodes do not hold."""
         self._values.forget()
+        self._waiting.clear()
+        self._awaited = []
         self._storages.clear()
         self._held.clear()
         self._kept_in_vain.clear()
@@ -181,12 +188,16 @@ class LeanSaves:
         elif spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
             handle = Kept(tensor)
             if base is tensor:
-                values.found[node, output] = handle
+                values.enter((node, output), handle)
         else:
             self._in_vain = False
             handle = self._handle(tensor, base, node, output)
             if spot is not None and self._in_vain:
                 self._kept_in_vain.append((spot, (handle, values.found[node, output])))
+        rebuilt = handle.rebuilt
+        if rebuilt is not None and not rebuilt.is_saved:
+            rebuilt.is_saved = True
+            self._waiting.lower(rebuilt)
         handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
@@ -195,14 +206,42 @@ class LeanSaves:
         handle.identity = 2 * self._count + bool(ordered)
         if node is not None:
             values.numbers.setdefault((node, output), handle.identity)
-        rebuilt = handle.rebuilt
+        packed = handle if rebuilt is None else Use(handle, rebuilt)
+        if node is not None and (node, output) in self._waiting.awaited:
+            self._resolve((node, output), base)
         if rebuilt is None:
-            return handle
-        rebuilt.is_saved = True
-        if spot is not None:
+            return packed
+        if isinstance(rebuilt, Late) and rebuilt.is_kept:
+            self._waiting.packed(rebuilt, spot)
+        elif spot is not None:
             self._sites.idle[spot] = BUSY
             self._rebuilt_here.append(handle)
-        return Use(handle, rebuilt)
+        return packed
+
+    def _resolve(self, key: Key, base: torch.Tensor) -> None:
+        """A value is saved: what was kept for want of it may be rebuilt from it."""
+        if self._values.found.get(key) is None or not self.notes.is_result(base):
+            return
+        for each in self._waiting.awaited.pop(key):
+            late = each.handle
+            if not isinstance(late, Late) or not each.may_change:
+                continue
+            found, awaited = self._values.again(each.key)
+            if found is None:
+                self._waiting.wait_on(late, awaited)
+            if not isinstance(found, Recipe) or found.is_kept or not self._is_worth(found):
+                continue
+            kept, place = late.value(), Place(each.number, each.key[0].name(), found.identity)
+            if not self._is_right(place, found, kept):
+                continue
+            late.become(found)
+            if each.spots:
+                self._sites.idle.update(dict.fromkeys(each.spots, BUSY))
+                self._rebuilt_here.append(late)
+            if self._told is not None:
+                # The tensor itself, if it is there: it goes when the forward lets go of it.
+                tensor = each.tensor()
+                self._told(Saved(kept.untyped_storage(), kept if tensor is None else tensor, late, again=True))
 
     def _is_own(self, base: torch.Tensor) -> bool:
         """Whether a tensor is as its operation made it, and not another unit's result."""
@@ -220,7 +259,7 @@ class LeanSaves:
         if storage._cdata in self._held:
             if node is not None and storage._cdata in self._values.arguments:
                 # A residual stream: something is added to it.
-                self._values.found.setdefault((node, output), Kept(base))
+                self._values.enter_argument((node, output), base)
             return Kept(tensor)
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = state_of(base)
@@ -232,18 +271,23 @@ class LeanSaves:
             known = None
         elif known is None:
             known = self._find(base, storage, node, output)
+            if known is None and self._awaited:
+                known = self._waiting.wait(base, (node, output), self._count, self._awaited)
+            elif self._told is not None and isinstance(known, Recipe) and known.grade > known.own_grade:
+                self._waiting.wait_for_less(known, (node, output), self._count, base)
         handle: Handle | None = None
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
-            place = Place(self._count, node.name() if node is not None else "", handle.identity)
-            handle = handle if self._is_right(place, handle, tensor) else None
+            if not known.is_kept:
+                place = Place(self._count, node.name() if node is not None else "", handle.identity)
+                handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
             known = handle if base is tensor else Kept(base)
         if ref is None:
             self._storages[storage._cdata] = weakref.ref(storage), known, state
         if node is not None:
-            self._values.found[node, output] = known if as_found == state else None
+            self._values.enter((node, output), known if as_found == state else None)
         if self._told is not None:
             self._told(Saved(storage, base, handle))
         return handle
@@ -265,7 +309,7 @@ class LeanSaves:
         elif result.handle not in self.taken:
             self.taken.append(result.handle)
         if base.grad_fn is not None:
-            self._values.found[base.grad_fn, base.output_nr] = None if handle is None else result.handle
+            self._values.enter((base.grad_fn, base.output_nr), None if handle is None else result.handle)
         return Kept(tensor) if handle is None else handle
 
     def results(self, out: Any, only: torch.UntypedStorage | None = None) -> Iterator[tuple[torch.Tensor, Recipe]]:
@@ -309,22 +353,30 @@ class LeanSaves:
 
     def _find(self, base: torch.Tensor, storage: torch.UntypedStorage, node: Any, output: int) -> Handle | None:
         found: Handle | None = None
+        self._awaited = []
         if base.storage_offset() != 0 or storage.nbytes() != base.nbytes:
             return None
         if node is None:
             found = self._mask(base)
         elif self.notes.is_result(base):
             found = self._values.rebuilt(node, output, 0)
-        if found is None or isinstance(found, Kept) or found.grade > self._grade:
+            if found is None:
+                self._awaited = self._values.awaited((node, output))
+        if found is None or found.is_kept or found.grade > self._grade:
             self._in_vain = True
             return None
-        return None if isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes else found
+        return found if self._is_worth(found) else None
+
+    def _is_worth(self, found: Handle) -> bool:
+        return found.grade <= self._grade and not (
+            isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes
+        )
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
         if self._applies and place not in self._sites.checked and place not in self._sites.different:
             self.compared = True
-            same = _rebuilds(handle, tensor)
+            same = rebuilds(handle, tensor)
             (self._sites.checked if same else self._sites.different).add(place)
             self.differed |= not same
         return place not in self._sites.different
@@ -356,24 +408,3 @@ def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 def _kept_number(dropout: float, dtype: torch.dtype, device: torch.device) -> float:
     """What a dropout's mask has where it is not 0, as torch makes it in the tensor's own precision: drawn, divided."""
     return torch.ones((), dtype=dtype, device=device).div_(1 - dropout).item()
-
-
-def _rebuilds(handle: Handle, tensor: torch.Tensor) -> bool:
-    try:
-        return _same(rebuilt_now(handle), tensor)
-    except Exception as error:  # a recipe that cannot be followed here is no reason to end a training
-        if is_out_of_memory(error):
-            raise
-        return False
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, zeros with their signs and what is not a number included."""
-    if (one.shape, one.dtype, one.device, one.stride()) != (other.shape, other.dtype, other.device, other.stride()):
-        return False
-    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
-        return False
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.element_size())
-    if integers is None:
-        return torch.equal(one, other)
-    return torch.equal(one.detach().view(integers), other.detach().view(integers))

@@ -36,10 +36,23 @@ class _Found:
     def __init__(self, number: int, nbytes: int) -> None:
         self.number, self.nbytes = number, nbytes
         self.handle: Handle | None = None
-        self.kept = False
+        self._kept = False
         self.is_cached = False
         self.alive: set[int] = set()
         self.watches: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def kept(self) -> bool:
+        """Whether some of it has no other form, for now."""
+        return self._kept or (self.handle is not None and self.handle.is_kept)
+
+    def keep(self) -> None:
+        """Some of it has none."""
+        self._kept = True
+
+    def settle(self) -> None:
+        """The forward is over: let go of the handle."""
+        self._kept, self.handle = self.kept, None
 
 
 class Surveyed:
@@ -139,7 +152,7 @@ class LeanSurvey:
             self._surveyed.clear()
             self._by_storage.clear()
             for found in self._found:
-                found.handle = None
+                found.settle()
             self._saves = None
 
     def pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], *, is_lost: bool = False) -> Any:
@@ -166,9 +179,11 @@ class LeanSurvey:
             found.handle = saved.handle.base if isinstance(saved.handle, View) else saved.handle
         else:
             index = self._found.index(found)
-        found.kept |= isinstance(saved.handle, Kept)
+        if isinstance(saved.handle, Kept):
+            found.keep()
         found.is_cached |= may_be_cached(saved.tensor)
-        self._latest = found
+        if not saved.again:
+            self._latest = found
         if not found.kept and id(saved.tensor) not in found.alive:
             key = id(saved.tensor)
             found.alive.add(key)
@@ -321,7 +336,7 @@ class _Making(NamedTuple):
 def _making(handle: Handle, items: dict[int, int], also: set[int]) -> _Making:
     if isinstance(handle, Mask):
         return _Making(handle.nbytes + handle.temporary_bytes, handle.nbytes, MASK * prod(handle.shape))
-    if not isinstance(handle, Recipe):
+    if not isinstance(handle, Recipe) or handle.is_kept:
         return _Making()
     peak, left, work = 0, 0, handle.work
     for each in handle.inputs:

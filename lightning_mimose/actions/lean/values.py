@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -27,12 +28,16 @@ each made from the last, twice in some loops. The most in seven models of `bench
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
+Key = tuple[Any, int]
+"""A value: the node of the operation that made it, and which of its outputs it is."""
+
 
 class Values:
     """What is known of every value, by (node, output).
 
     Attributes:
         found: What it is rebuilt by, or kept; None where it cannot be had. Whoever packs a tensor enters it, too.
+        missing: Of what was looked for in vain, the input that could not be had; None where it needs none.
         numbers: Which saved tensor it is, see `Handle.identity`.
         owner: Stands in handles for the call that they were made in.
         start: The number of autograd's next node when the call began.
@@ -50,8 +55,10 @@ class Values:
     def __init__(self, grade: int, leaves: Iterable[torch.Tensor] | None) -> None:
         self._grade = grade
         self._leaves = None if leaves is None else {id(leaf): leaf._version for leaf in leaves}
-        self.found: dict[tuple[Any, int], Handle | None] = {}
-        self.numbers: dict[tuple[Any, int], int] = {}
+        self.found: dict[Key, Handle | None] = {}
+        self.missing: dict[Key, Key | None] = {}
+        self._latest_missing: Key | None = None
+        self.numbers: dict[Key, int] = {}
         self.owner = object()
         self.start = 0
         self.arguments: set[int] = set()
@@ -62,6 +69,8 @@ class Values:
     def forget(self) -> None:
         """Let go of everything that nodes do not hold."""
         self.found.clear()
+        self.missing.clear()
+        self._latest_missing = None
         self.numbers.clear()
         self.notes.forget()
         self.arguments.clear()
@@ -78,17 +87,53 @@ class Values:
         kept.grade = ATTENTION  # from this grade on, timelines count that units keep their arguments alive
         return kept
 
+    def enter(self, key: Key, handle: Handle | None) -> None:
+        """A value was packed."""
+        self.found[key] = handle
+        self.missing.pop(key, None)
+
     def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
         if key in self.notes.changed:
+            self._latest_missing = key
             return None
         if key not in self.found:
-            self.found[key] = self._from_table(node, output, depth)
+            self._latest_missing = None
+            made = self.found[key] = self._from_table(node, output, depth)
+            if made is None:
+                self.missing[key] = self._latest_missing
         found = self.found[key]
         if found is not None:
             found.identity = self.numbers.get(key, found.identity)
+        self._latest_missing = key if found is None else None
         return found
+
+    def awaited(self, key: Key) -> list[Key]:
+        """What of the way to a value that was looked for in vain could not be had, the nearest first."""
+        found: list[Key] = []
+        following = self.missing.get(key)
+        while following is not None and following not in found:
+            found.append(following)
+            following = self.missing.get(following)
+        return found
+
+    def enter_argument(self, key: Key, base: torch.Tensor) -> None:
+        """An argument that was made before the call was packed."""
+        if key not in self.found or key in self.missing:
+            self.enter(key, Kept(base))
+
+    def again(self, key: Key) -> tuple[Handle | None, list[Key]]:
+        """A packed value from what is kept, once more: there is more of it by now. And what is missing still."""
+        packed = self.found.pop(key, None)
+        for each in self.missing:
+            if each in self.found and self.found[each] is None:
+                del self.found[each]
+        self.missing.clear()
+        found = self.rebuilt(*key, 0)
+        awaited = self.awaited(key)
+        self.enter(key, packed)
+        return found, awaited
 
     def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
         name = node.name()
@@ -98,7 +143,7 @@ class Values:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+        if entry is None or (output and not entry.all_outputs) or depth > LONGEST_CHAIN:
             return None
         own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
@@ -108,7 +153,7 @@ class Values:
         if entry.needs_first and self._leads_nowhere(node):
             return None
         try:
-            view = Node(self, node, depth)
+            view = Node(self, node, depth, output)
             made: Made | None = entry.make(view)
         except MissingError:
             return None
@@ -119,7 +164,7 @@ class Values:
             return None
         grade, inputs = own, []
         for each in made.inputs:
-            if each is None or (isinstance(each, Kept) and not each.is_intact):
+            if each is None or not each.is_intact:
                 return None
             inputs.append(each)
             grade = max(grade, each.needed_grade)
@@ -138,6 +183,7 @@ class Values:
             gives_away=made.gives_away,
             takes_out=made.takes_out,
             made_in=self.owner,
+            own_grade=own,
         )
         if recipe.operations > MOST_OPERATIONS:
             return None
@@ -146,17 +192,30 @@ class Values:
 
     def _leads_nowhere(self, node: Any) -> bool:
         """Whether operations that need their first input lead to one without a recipe, looked at before any is made."""
+        way: list[Key] = []
+        leads_nowhere = False
         while True:
             key = node, _ = node.next_functions[0]
-            if node is None or key in self.found:
-                return self.found.get(key) is None
+            if node is None:
+                return True
+            way.append(key)
+            if key in self.found:
+                leads_nowhere = self.found[key] is None
+                break
             name: str = node.name()
             entry = TABLE.get(name)
             if entry is None:
-                return name != _LEAF
+                leads_nowhere = name != _LEAF
+                break
             if node._sequence_nr() < self.start:  # somebody else's
-                return True
+                leads_nowhere = True
+                break
             if entry.grade > self._grade:
-                return not self.in_scores
+                leads_nowhere = not self.in_scores
+                break
             if not entry.needs_first:
-                return False
+                break
+        if leads_nowhere:
+            self.missing.update(pairwise(way))
+            self._latest_missing = way[0]
+        return leads_nowhere

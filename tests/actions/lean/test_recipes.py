@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +30,23 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "LeakyReluBackward0": lambda x, w, p, q: functional.leaky_relu(x, 0.3),
     "SoftplusBackward0": lambda x, w, p, q: functional.softplus(x, 2.0, 1.5),
     "HardtanhBackward0": lambda x, w, p, q: functional.relu6(x),
+    "HardsigmoidBackward0": lambda x, w, p, q: functional.hardsigmoid(3 * x),
+    "LogSigmoidBackward0": lambda x, w, p, q: functional.logsigmoid(x),
+    "SoftshrinkBackward0": lambda x, w, p, q: functional.softshrink(x, 0.3),
+    "HardshrinkBackward0": lambda x, w, p, q: functional.hardshrink(x, 0.3),
+    "ThresholdBackward0": lambda x, w, p, q: functional.threshold(x, 0.3, -0.7),
+    "ClampBackward1": lambda x, w, p, q: x.clamp(-0.5, 0.25),
+    "ClampMinBackward0": lambda x, w, p, q: x.clamp_min(-0.5),
+    "ClampMaxBackward0": lambda x, w, p, q: x.clamp_max(0.5),
+    "PreluKernelBackward0": lambda x, w, p, q: functional.prelu(x, q),
+    "CeluBackward0": lambda x, w, p, q: functional.celu(x, 1.3),
     "EluBackward0": lambda x, w, p, q: functional.elu(x, 0.7),
     "GluBackward0": lambda x, w, p, q: functional.glu(torch.stack([x, w]), 0),
     "PowBackward0": lambda x, w, p, q: x.pow(3),
     "SinBackward0": lambda x, w, p, q: x.sin(),
     "CosBackward0": lambda x, w, p, q: x.cos(),
     "LogBackward0": lambda x, w, p, q: x.log(),  # not a number in places
+    "ErfBackward0": lambda x, w, p, q: x.erf(),
     "AbsBackward0": lambda x, w, p, q: x.abs(),
     "ReluBackward0": lambda x, w, p, q: x.relu(),
     "TanhBackward0": lambda x, w, p, q: x.tanh(),
@@ -45,6 +57,9 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "NegBackward0": lambda x, w, p, q: -x,
     "MulBackward0": lambda x, w, p, q: x * p,
     "DivBackward0": lambda x, w, p, q: x / p,
+    "MaximumBackward0": lambda x, w, p, q: torch.maximum(x, w),
+    "MinimumBackward0": lambda x, w, p, q: torch.minimum(x, p),
+    "WhereBackward0": lambda x, w, p, q: torch.where(x > w, x, w),
     "AddBackward0": lambda x, w, p, q: torch.add(x, p, alpha=2),
     "SubBackward0": lambda x, w, p, q: torch.sub(x, p, alpha=3),
     "RsubBackward0": lambda x, w, p, q: torch.rsub(x, p, alpha=3),
@@ -69,6 +84,11 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "TBackward0": lambda x, w, p, q: -x.t(),
     "PermuteBackward0": lambda x, w, p, q: -x.permute(-1, 0),
     "UnsqueezeBackward0": lambda x, w, p, q: -x.unsqueeze(-1),
+    "SelectBackward0": lambda x, w, p, q: -x.expand(2, 33, 47)[-2],
+    "UnbindBackward0": lambda x, w, p, q: -x.expand(2, 33, 47).unbind(-3)[1],
+    "SplitBackward0": lambda x, w, p, q: -x.expand(3, 33, 47).split(2, -3)[1],
+    "SplitWithSizesBackward0": lambda x, w, p, q: -x.split([3, 4, 40], 1)[2],
+    "RepeatBackward0": lambda x, w, p, q: -p.repeat(33, 2),
     "SliceBackward0": lambda x, w, p, q: -x[1:-1, :-2],
     "CloneBackward0": lambda x, w, p, q: x.t().contiguous(),
 }
@@ -253,6 +273,79 @@ def test_other_precisions_layouts_and_arguments(number: int) -> None:
     assert same_bits(again.bits, plain.bits)
 
 
+ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
+    functional.selu,
+    torch.nn.SELU(),
+    torch.nn.CELU(0.7),
+    torch.nn.PReLU(),
+    torch.nn.PReLU(47, 0.1),
+    torch.nn.Threshold(0.1, 20.0),
+    lambda x: torch.threshold(x, threshold=0.1, value=20),
+    lambda x: functional.elu(x, 0.7),
+    lambda x: x.clamp(min=-0.5),
+    lambda x: x.clamp(max=0.5),
+    lambda x: torch.clip(x, -1, 2),
+    lambda x: torch.where(x > 0, x * x, x),
+]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "a part": lambda x: x[:, 3:-2],
+    "a piece of a split": lambda x: x.split([20, 27], -1)[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("number", range(len(ACTIVATIONS)))
+def test_activations_however_they_are_called(number: int, dtype: torch.dtype) -> None:
+    """With the numbers that they were given."""
+    function = copy.deepcopy(ACTIVATIONS[number])
+    given = inputs(dtype)
+    if isinstance(function, torch.nn.Module):
+        given += function.to(dtype).parameters()
+    assert_lean(saved_once(lambda x, *_: function(x)), given, ELEMENTWISE)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("number", range(len(ACTIVATIONS)))
+def test_activations_of_other_layouts(number: int, layout: str) -> None:
+    """Whether or not something comes of it, no bit differs."""
+    operation = ACTIVATIONS[number]
+    if isinstance(operation, torch.nn.PReLU) and operation.num_parameters > 1:
+        operation = torch.nn.PReLU()
+    function, given = saved_once(lambda x, *_: operation(LAYOUTS[layout](x * 2))), inputs()
+    plain = Pass(function, given, None)
+    lean = Pass(function, given, PRODUCTS)
+    again = Pass(function, given, PRODUCTS, sites=lean.sites)
+    assert same_bits(lean.bits, plain.bits)
+    assert same_bits(again.bits, plain.bits)
+
+
+IN_PLACE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: functional.selu_(x),
+    lambda x: functional.celu_(x, 1.3),
+    lambda x: functional.threshold(x, 0.1, 0.3, inplace=True),
+    lambda x: functional.hardsigmoid(x, inplace=True),
+    lambda x: x.clamp_(-0.5, 0.5),
+    lambda x: x.clamp_min_(0.1),
+    lambda x: x.erf_(),
+    lambda x: x.clamp_max(0.5).add_(1),
+    lambda x: torch.maximum(x, x.t().t() + 1).mul_(2),
+]
+
+
+@pytest.mark.parametrize("number", range(len(IN_PLACE)))
+def test_activations_in_place(number: int) -> None:
+    """On what another operation has made, and then saved as it is now."""
+    function = saved_once(lambda x, w, p, q: IN_PLACE[number](x + w))
+    given = inputs()
+    plain = Pass(function, given, None)
+    lean = Pass(function, given, PRODUCTS)
+    again = Pass(function, given, PRODUCTS, sites=lean.sites)
+    assert same_bits(lean.bits, plain.bits)
+    assert same_bits(again.bits, plain.bits)
+
+
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda y: y.t(),
     lambda y: y.view(3, 11, 47),
@@ -300,6 +393,47 @@ def test_batch_norm_in_every_layout(layout: str) -> None:
         return y * torch.ones_like(y, requires_grad=True)
 
     assert_lean(function, [x.requires_grad_(), w.requires_grad_(), b.requires_grad_()], ELEMENTWISE)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "rows", "bfloat16", "double"])
+@pytest.mark.parametrize("kind", ["batch", "instance", "instance, affine"])
+def test_norms_without_parameters_and_of_instances(kind: str, layout: str) -> None:
+    """Of instances it is a batch norm of each channel of each: their parameters are repeated."""
+    x = torch.randn((4, 17, 60) if layout == "rows" else (4, 17, 6, 9)) * 3 + 1
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        x = x.transpose(2, 3)
+    dtype = getattr(torch, layout) if layout in ("bfloat16", "double") else torch.float32
+    w, b = (torch.randn(17, dtype=dtype, requires_grad=True) for _ in range(2))
+
+    def function(watch: Watch, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        if kind == "batch":
+            y = functional.batch_norm(x, None, None, training=True, eps=1e-3)
+        else:
+            affine = (w, b) if "affine" in kind else (None, None)
+            y = functional.instance_norm(x, None, None, *affine, eps=1e-3)
+        y = watch(y)
+        return y * torch.ones_like(y, requires_grad=True)
+
+    assert_lean(function, [x.to(dtype).requires_grad_(), w, b], ELEMENTWISE)
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_norm_whose_bias_is_frozen_is_kept(weight: bool) -> None:
+    """Its node does not know it; it may be zero now, and another number later."""
+    bias, sites = torch.zeros(17), Sites()
+
+    def function(watch: Watch, x: Tensor, w: Tensor) -> Tensor:
+        y = watch(functional.batch_norm(x, None, None, w if weight else None, bias, True, 0.1, 1e-3))
+        return y * torch.ones_like(y, requires_grad=True)
+
+    given = [torch.randn(4, 17, 6, 9, requires_grad=True), torch.randn(17, requires_grad=True)]
+    for _ in range(3):
+        plain, lean = Pass(function, given, None), Pass(function, given, PRODUCTS, sites=sites)
+        assert lean.alive == [True]
+        assert same_bits(lean.bits, plain.bits)
+        bias += 1
 
 
 class Norms(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(64, 32)
+        self.gate: Callable[[Tensor], Tensor] = functional.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        h = functional.gelu(self.up(self.norm(x)))
+        h = self.gate(self.up(self.norm(x)))
         left, right = h.chunk(2, dim=-1)
         y = functional.dropout(left.softmax(-1) * right.cumsum(-1), 0.2)
         return x + self.down(y)
@@ -37,10 +39,19 @@ def region(block: Block, x: Tensor) -> tuple[Tensor, LeanRegion]:
     return recompute(lambda x: Block.forward(block, x), (x,), {}, state, observer), observer
 
 
+GATES: list[Callable[[Tensor], Tensor]] = [
+    functional.gelu,
+    lambda h: h * torch.sigmoid(1.702 * h),  # which is saved before its source
+    lambda h: torch.tanh(h) + h.sin(),
+]
+
+
+@pytest.mark.parametrize("gate", range(len(GATES)))
 @pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_are_the_plain_ones(passes: int) -> None:
+def test_gradients_are_the_plain_ones(passes: int, gate: int) -> None:
     """In every pass; each runs the region again."""
     block, x = Block(), torch.randn(40, 32, requires_grad=True)
+    block.gate = GATES[gate]
     wanted = [x, *block.parameters()]
     torch.manual_seed(3)
     plain = torch.autograd.grad(block(x).square().sum(), wanted)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipes.table import PRODUCT
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
@@ -74,6 +73,13 @@ def attention(x: Tensor) -> Tensor:
     return torch.bmm(functional.dropout(scores, 0.1), y.exp()).relu() @ x[0].t()
 
 
+def gate(x: Tensor) -> Tensor:
+    """A source that is saved after what is made from it, and one that never is, nor what is made from that."""
+    h = x @ torch.eye(64)
+    y = torch.tanh(x.cumsum(1) * torch.sigmoid(1.7 * h) * h) @ x[0].t()
+    return y * torch.sigmoid(y + 1)
+
+
 def test_the_items_of_a_small_network() -> None:
     """The norm's result and the activation's are for nothing much, the linear layer's for a product."""
     found = Surveying(mlp(), torch.randn(32, 64, requires_grad=True))
@@ -97,7 +103,7 @@ def test_a_mask_is_offered_as_bits() -> None:
     assert [item.gain_bytes for item in found.items if item.grade == MASKS] == [32 * 64 * 4 - 32 * 64 // 8]
 
 
-@pytest.mark.parametrize("unit", [mlp(), attention])
+@pytest.mark.parametrize("unit", [mlp(), attention, gate])
 def test_when_the_forward_lets_go_and_when_backward_asks(unit: Unit) -> None:
     """Each item that is offered dies once, and is used once after that, in the opposite order."""
     found = Surveying(unit, torch.randn(2, 32, 64, requires_grad=True))
@@ -112,7 +118,7 @@ def test_when_the_forward_lets_go_and_when_backward_asks(unit: Unit) -> None:
 
 
 @pytest.mark.parametrize("grade", range(1, len(GRADES) + 1))
-@pytest.mark.parametrize("unit", [mlp(), mlp(0.1), attention])
+@pytest.mark.parametrize("unit", [mlp(), mlp(0.1), attention, gate])
 def test_what_is_offered_is_what_is_freed(unit: Unit, grade: int) -> None:
     """Of each storage, in every grade."""
     x = torch.randn(2, 32, 64, requires_grad=True)
@@ -124,13 +130,13 @@ def test_what_is_offered_is_what_is_freed(unit: Unit, grade: int) -> None:
     freed: dict[int, int] = {}
     for saved in told:
         held = saved.handle.held_bytes if isinstance(saved.handle, Mask) else 0
-        gain = 0 if isinstance(saved.handle, Kept) else saved.storage.nbytes() - held
+        gain = 0 if saved.handle.is_kept else saved.storage.nbytes() - held
         freed[saved.storage.data_ptr()] = min(gain, freed.get(saved.storage.data_ptr(), gain))
     assert list(freed.values()) == offered
     assert any(offered)
 
 
-@pytest.mark.parametrize("unit", [mlp(0.1), attention])
+@pytest.mark.parametrize("unit", [mlp(0.1), attention, gate])
 def test_a_survey_changes_nothing(unit: Unit) -> None:
     """Not a bit."""
     x = torch.randn(2, 32, 64, requires_grad=True)

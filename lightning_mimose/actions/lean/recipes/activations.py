@@ -37,21 +37,37 @@ def _of_saved_self(name: str, function: Callable[..., Tensor], *fields: str) -> 
 _of_saved_self("SiluBackward0", functional.silu)
 _of_saved_self("MishBackward0", functional.mish)
 _of_saved_self("HardswishBackward0", functional.hardswish)
+_of_saved_self("HardsigmoidBackward0", functional.hardsigmoid)
+_of_saved_self("LogSigmoidBackward0", functional.logsigmoid)
+_of_saved_self("SoftshrinkBackward0", functional.softshrink, "lambd")
+_of_saved_self("HardshrinkBackward0", functional.hardshrink, "lambd")
+_of_saved_self("CeluBackward0", functional.celu, "alpha")
+_of_saved_self("EluBackward0", torch.ops.aten.elu.default, "alpha", "scale", "input_scale")  # SELU, too
 _of_saved_self("LeakyReluBackward0", functional.leaky_relu, "negative_slope")
 _of_saved_self("SoftplusBackward0", functional.softplus, "beta", "threshold")
 _of_saved_self("HardtanhBackward0", functional.hardtanh, "min_val", "max_val")
+_of_saved_self("ClampBackward1", torch.clamp, "min", "max")
+_of_saved_self("ClampMinBackward0", torch.clamp_min, "min")
+_of_saved_self("ClampMaxBackward0", torch.clamp_max, "max")
 _of_saved_self("PowBackward0", torch.pow, "exponent")
 _of_saved_self("SinBackward0", torch.sin)
 _of_saved_self("CosBackward0", torch.cos)
 _of_saved_self("LogBackward0", torch.log)
+_of_saved_self("ErfBackward0", torch.erf)
 _of_saved_self("AbsBackward0", torch.abs)
 
 
-@recipe("EluBackward0")
-def _elu(node: Node) -> Made | None:
-    if node.field("scale") != 1 or node.field("input_scale") != 1:
+@recipe("ThresholdBackward0")
+def _threshold(node: Node) -> Made | None:
+    threshold, value = node.field("threshold"), node.constant("value")
+    if value is None:
         return None
-    return Made(partial(functional.elu, alpha=node.field("alpha")), (node.saved("self"),), HEAVY, gives_away=True)
+    return Made(lambda x: torch.threshold(x, threshold, value), (node.saved("self"),), LIGHT, gives_away=True)
+
+
+@recipe("PreluKernelBackward0")
+def _prelu(node: Node) -> Made:
+    return Made(torch._prelu_kernel, (node.saved("self"), node.saved("weight")), HEAVY, gives_away=True)
 
 
 @recipe("GluBackward0")

@@ -30,6 +30,20 @@ def _div(node: Node) -> Made:
     return Made(torch.div, (node.operand("self", 0), node.operand("other", 1)), LIGHT, takes_out=True)
 
 
+def _of_both(name: str, function: Callable[..., Tensor]) -> None:
+    """For operations that save both of their values in any case."""
+    recipe(name)(lambda node: Made(function, (node.saved("self"), node.saved("other")), LIGHT, takes_out=True))
+
+
+_of_both("MaximumBackward0", torch.maximum)
+_of_both("MinimumBackward0", torch.minimum)
+
+
+@recipe("WhereBackward0")
+def _where(node: Node) -> Made:
+    return Made(torch.where, (node.saved("condition"), node.edge(0), node.edge(1)), LIGHT, gives_away=True)
+
+
 @recipe("AddBackward0")
 def _add(node: Node) -> Made | None:
     alpha, number, swapped = node.field("alpha"), node.constant("operand"), node.constant("swapped")

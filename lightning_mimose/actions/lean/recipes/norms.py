@@ -57,18 +57,22 @@ def _group_norm(node: Node) -> Made | None:
 @recipe("NativeBatchNormBackward0")
 def _batch_norm(node: Node) -> Made | None:
     eps, weight = node.field("eps"), node.saved("weight")
-    if not node.field("training") or weight is None:
+    # Its node does not tell a frozen bias from none.
+    if not node.field("training") or (weight is None and node.constant("affine") is not False):
         return None
-    statistics = node.saved("result1"), node.saved("result2")
-    return Made(
-        partial(_normalized, eps), (node.saved("input"), weight, node.edge(2), *statistics), HEAVY, gives_away=True
-    )
+    affine = () if weight is None else (weight, node.edge(2))
+    values = node.saved("input"), node.saved("result1"), node.saved("result2"), *affine
+    return Made(partial(_normalized, eps), values, HEAVY, gives_away=True)
 
 
-def _normalized(eps: float, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+def _normalized(
+    eps: float, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     # Kernels of the CPU multiply by `invstd * weight`, however they came by it, if the elements are in some order of
     # theirs. With a variance of 1 they are spared the statistics, which take several times as long as the rest.
-    if x.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and is_ordered(x):
-        return torch.native_batch_norm(x, invstd * weight, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    dtype = x.dtype if weight is None else weight.dtype
+    if x.device.type == "cpu" and dtype in (torch.float32, torch.float64) and is_ordered(x):
+        scale = invstd if weight is None else invstd * weight
+        return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # Batch statistics again, and no running ones: those have moved with the forward.
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
