@@ -102,6 +102,8 @@ class SizeTracker:
         """What batches of the same dimensions are told apart by, if by anything."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[Layout] = []
+        self._seen: list[int] = []
+        """Of each layout, how many sizes were seen."""
         self._index: dict[frozenset[str], int] = {}
         self._apart = False  # a layout was seen whose tensors do not share their leading axis
         self._by_shapes: dict[Any, BatchSize] = {}
@@ -143,6 +145,7 @@ class SizeTracker:
             if layout.names != tuple(dims):  # the same keys in another order
                 dims = {name: dims[name] for name in layout.names}
             layout.see(tuple(dims.values()))
+        self._seen[index] += 1
         return BatchSize(tuple(dims.items()), index)
 
     def named(self, size: BatchSize) -> dict[str, int]:
@@ -227,7 +230,7 @@ class SizeTracker:
         """What was learned, as plain data; `size_fn` is not part of it."""
         layouts = [{"names": x.names, "low": x.low, "high": x.high, "groups": x.groups} for x in self._layouts]
         read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
-        read["labels"] = list(self.labels.told)
+        read["labels"], read["seen"] = list(self.labels.told), self._seen
         return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,15 +244,17 @@ class SizeTracker:
             layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])
             layout.update_shown()
             self._add(layout)
+        self._seen = [*state.get("seen", self._seen)]
 
     def restart(self, level: int, entries: bool = False) -> None:
         """Forget all sizes: from now on they are read elsewhere, and are not comparable."""
         self.level, self.entries, self._kind = level, entries, None
-        self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
+        self._layouts, self._seen, self._index, self._apart, self._by_shapes = [], [], {}, False, {}
 
     def _add(self, layout: Layout) -> int:
         self._index[frozenset(layout.names)] = len(self._layouts)
         self._layouts.append(layout)
+        self._seen.append(0)
         self._by_shapes.clear()  # names depend on what layouts there are
         self._apart = self._apart or BATCH not in layout.names
         return len(self._layouts) - 1
@@ -262,9 +267,11 @@ class SizeTracker:
     def _named(self, leaves: Sequence[Leaf]) -> dict[str, int]:
         dims = names_of(leaves)
         if self._apart and BATCH in dims:
-            # Unrelated leading axes that happen to agree this once are no shared axis and no new layout.
+            # Unrelated leading axes that happen to agree this once are no shared axis and no new layout. But where they
+            # mostly agree, and did not once (one of two loaders had a shorter last batch), they go on to be shared.
             apart = names_of(leaves, share=False)
-            if frozenset(apart | self.labels.dims) in self._index:
+            index, shared = (self._index.get(frozenset(each | self.labels.dims)) for each in (apart, dims))
+            if index is not None and (shared is None or self._seen[shared] <= self._seen[index]):
                 return apart
         return dims
 

@@ -25,7 +25,6 @@ class Advice(NamedTuple):
         infeasible: Whether even the most saving plan exceeds the budget.
         to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured.
         bounded: Whether all that is known of its peak is a bound, see `predict.ample`.
-        repeated: Whether its peak is what the same plan took before in a batch of this size, and no prediction.
     """
 
     plan: Plan | None
@@ -34,7 +33,6 @@ class Advice(NamedTuple):
     infeasible: bool = False
     to_be_proven: bool = False
     bounded: bool = False
-    repeated: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class Advisor(Student):
         self.planner = Planner(planner)
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
-        self._leaner: dict[Hashable, tuple[Plan, int | None]] = {}
-        """Plans for sizes that are not trusted yet, where the shelter breaks the budget, and the peaks they came to."""
+        self._leaner: dict[Hashable, Plan] = {}
+        """Plans for sizes that are not trusted yet, where the shelter breaks the budget."""
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
         self.announce: Callable[[str], None] = log.info
@@ -98,8 +98,8 @@ class Advisor(Student):
         if plan is None and planned is not size:
             plan, planned = self.planner.known(self._key(size), self.budget_bytes), size
         hit, infeasible, proves = plan is not None, False, False
-        if plan is None and self._leaner and (known := self._leaner.get(self._key(size))) is not None:
-            return Advice(*known, cache_hit=True, repeated=known[1] is not None)
+        if plan is None and self._leaner and (known := self._leaner.get(self._slot(size))) is not None:
+            return Advice(known, None, cache_hit=True)
         if plan is None:
             planned, prediction = self._known_size(size)
             if prediction is None:
@@ -111,7 +111,9 @@ class Advisor(Student):
                 if not self._trusts(prediction, timeline):
                     beyond = self._beyond_shelter(timeline) if size not in self.estimator.shelter_only else None
                     if beyond is not None:
-                        self._remember(size, beyond)
+                        if len(self._leaner) >= KNOWN_PEAKS:
+                            self._leaner.clear()
+                        self._leaner[self._slot(size)] = beyond
                         return Advice(beyond, None, False)
                     return self._unplanned(size, resident, timeline.peak_bytes({}))
                 margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
@@ -212,19 +214,12 @@ class Advisor(Student):
                 return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
         return Advice(None, None, False)
 
-    def _remember(self, size: BatchSize, plan: Plan, peak_bytes: int | None = None) -> None:
-        """Take a plan for a size again, as long as nothing else is learnt: its batches are not measured in shelter."""
-        if len(self._leaner) >= KNOWN_PEAKS:
-            self._leaner.clear()
-        self._leaner[self._key(size)] = plan, peak_bytes
-
-    def came_to(self, size: BatchSize, plan: Plan, peak_bytes: int) -> None:
-        """Learn what such a plan came to, inside the budget: that is known of it now."""
-        if self._leaner.get(self._key(size), (None,))[0] is plan:
-            self._remember(size, plan, peak_bytes)
+    def _slot(self, size: BatchSize) -> tuple[Any, ...]:
+        """What a plan for a size that is not trusted is remembered for, as long as nothing else is learnt."""
+        return self._key(size), self.budget_bytes
 
     def has_leaner(self, size: BatchSize, resident: Resident) -> bool:
-        """Whether a plan is known that keeps a batch inside the budget, though the shelter does not."""
+        """Whether a plan is known that keeps a batch inside the budget."""
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or not prediction.trusted:
             return False
@@ -233,11 +228,11 @@ class Advisor(Student):
         return self.least(timeline).predicted_peak_bytes + margin <= self.budget_bytes
 
     def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
-        """Learn what a plan reached that was to be leaner than the shelter."""
+        """Learn what a plan reached that was to be leaner than the shelter, and broke the budget."""
+        self._leaner.clear()
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self.estimator.shelter_only.add(size)
-            self._leaner.clear()
 
     def limit(self, unlean: Collection[str], divisible: Collection[str]) -> None:
         """Plan only what units were tried with.

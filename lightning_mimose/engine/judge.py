@@ -10,7 +10,6 @@ from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.unlike import Unlike
-from lightning_mimose.plan import Plan
 
 
 class Judge:
@@ -52,21 +51,14 @@ class Judge:
         clean &= not step.retried or (predicted is not None and peak > predicted)
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
-        # The prediction covers the whole step, of which the update is still to come.
-        reached = max(peak, step.resident.update_bytes)
-        holds = exact and clean and whole
-        if plan is not None and predicted is not None and holds and not step.advice.repeated:
-            self._verify(step, plan, predicted, reached)
-        leaner = plan is not None and (predicted is None or step.advice.repeated) and not step.advice.bounded
-        if plan is not None and leaner and budget < peak:
+        if plan is not None and predicted is not None and exact and clean and whole:
+            # The prediction covers the whole step, of which the update is still to come.
+            reached = max(peak, step.resident.update_bytes)
+            if not step.by_the_way or reached > predicted:
+                advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
+                self._unlike.compare(predicted, reached)
+        if plan is not None and predicted is None and not step.advice.bounded and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
-        elif plan is not None and leaner and holds:
-            advisor.came_to(step.size, plan, reached)
-
-    def _verify(self, step: Step, plan: Plan, predicted: int, reached: int) -> None:
-        if not step.by_the_way or reached > predicted:
-            self._advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
-            self._unlike.compare(predicted, reached)
 
     def sheltered(self, step: Step, peak: int) -> None:
         """Tell the user, once, that a sheltered step broke the budget that a plan for its size will keep."""

@@ -73,6 +73,8 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
+        self._excused: set[tuple[object, BatchSize]] = set()
+        """Sizes of sheltered steps that broke the budget, which plans keep since; and what was learnt from."""
         self._resting = Resting()
         self.renews = False
         self.unlike = Unlike(advisor)
@@ -170,11 +172,14 @@ class Lessons:
         if not step.sheltered or step.mixed:
             self._judge.compare(step, peak, whole=not self._evaluates)
             return
-        if step.learns:
-            self._observe(step, trace)
+        learnt = step.learns and self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
-            # As it was learnt from, more may be known than the shelter that was cut before anything was.
-            if self._advisor.has_leaner(step.size, self._update.later(step.resident)):
+            # As it was learnt from, more is known now than when the shelter was cut. Once of a size: one
+            # that is sheltered again in spite of that, by other ranks, would never be planned.
+            once = self._advisor.estimator.token, step.size
+            later = self._update.later(step.resident)
+            if learnt and once not in self._excused and self._advisor.has_leaner(step.size, later):
+                self._excused.add(once)
                 self._judge.sheltered(step, peak)
                 return
             how = "with every unit recomputed"
@@ -257,8 +262,8 @@ class Lessons:
             self._advisor.hint("allocator", allocator_hint(fragmented, self._advisor.budget_bytes))
         return peak
 
-    def _observe(self, step: Step, trace: StepTrace) -> None:
-        """A sheltered step: learn what every unit costs."""
+    def _observe(self, step: Step, trace: StepTrace) -> bool:
+        """A sheltered step: learn what every unit costs; returns whether it was of a kind that is planned then."""
         if self._session.wants_gradient is not None:
             self._advisor.penalties.saw(self._session.wants_gradient, came=trace.passes_apart)
         if trace.passes_apart and not self._told_apart:
@@ -271,19 +276,19 @@ class Lessons:
                 stacklevel=5,
             )
         if step.begun_late or step.strange:
-            return  # some of it had been there before the meter ran; or it says nothing of what it was taken for
+            return False  # some of it had been there before the meter ran; or it was not what it was taken for
         made_state = self._made_state(step)
         if not (step.undecided or step.retried or made_state):
             self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
-            return
+            return False
         went_back = any(mark.name == "backward" for mark in trace.marks)
         # Though no unit may have: of a network that is frozen up to its head, or called without gradients.
         ran = went_back and bool(trace.calls or self._session.passed_by)
         if step.retried or made_state:  # recorded for its peak, not to learn from
             if made_state and ran:
                 self._advisor.heed(step.size, observe(trace, step.batch_bytes, None, GRADES).structure)
-            return
+            return False
         if ran:
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
@@ -297,7 +302,8 @@ class Lessons:
                 self._advisor.hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
                 if self._learnt == SHELTERED_STEPS:
                     warnings.warn(self._advisor.hints["size"], stacklevel=5)
-        elif went_back and not self._unreached:
+            return True
+        if went_back and not self._unreached:
             self._unreached = True
             warnings.warn(
                 f"No unit of {type(self._model).__name__} was called in a step, so nothing can be recomputed. If the "
@@ -305,6 +311,7 @@ class Lessons:
                 "the modules themselves, name those that it calls by units=.",
                 stacklevel=5,
             )
+        return False
 
     def _made_state(self, step: Step) -> bool:
         """Whether a step that went on from older gradients has updated for the first time inside itself.

@@ -11,6 +11,7 @@ from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
 from lightning_mimose.measure.update import UpdateReserve
+from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -63,10 +64,12 @@ class Refuser:
         """Refuse a batch whose most saving plan is predicted to exceed the budget."""
         advisor = self._advisor
         timeline, _ = advisor.timeline(dict(size.dims))
-        plan, sure = advisor.least(timeline), advisor.sure_bytes(timeline)
+        # Training that goes on does not wait for the exact answer.
+        plan = advisor.least(timeline) if self._raises else least_peak_heuristic(advisor.menu(timeline))
+        sure, found = advisor.sure_bytes(timeline), "" if self._raises else " found at once"
         where = timeline.peak_position(dict(plan))
         least = min(sure, plan.predicted_peak_bytes)
-        self.refuse(size, resident, least, sure, f"under the most saving plan (at: {where})")
+        self.refuse(size, resident, least, sure, f"under the most saving plan{found} (at: {where})")
 
     def by_update(self, size: BatchSize, resident: Resident) -> None:
         """Refuse a batch of whose update it is known that it will exceed the budget, for those before it did."""

@@ -203,7 +203,7 @@ class Planner:
     def least(self, menu: Timeline, budget_bytes: int) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
         least = least_peak_heuristic(menu)
-        if least.predicted_peak_bytes <= budget_bytes or not self.refuses:
+        if least.predicted_peak_bytes <= budget_bytes:
             return least
         return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
 
@@ -254,8 +254,14 @@ class Planner:
     ) -> None:
         """Likewise, where a plan that saves much is used in the meantime."""
         plan = self._hard(menu, budget_bytes, margin_bytes)
-        if plan.predicted_peak_bytes <= max(budget_bytes, used.predicted_peak_bytes):
+        fits = plan.predicted_peak_bytes <= budget_bytes
+        if fits:
             self._remember(plan)
+        if used.predicted_peak_bytes > budget_bytes:
+            is_better = plan.predicted_peak_bytes < used.predicted_peak_bytes
+        else:
+            is_better = fits and plan.added_seconds < used.added_seconds
+        if is_better:
             better(plan)
 
     def _remember(self, plan: Plan) -> None:
