@@ -131,6 +131,16 @@ def test_leading_axes_that_agree_by_chance() -> None:
     assert tracker.names == ("0:0", "1:0")
 
 
+def test_leading_axes_that_mostly_agree() -> None:
+    """One of two loaders has a shorter last batch: the others are no other layout from then on."""
+    shared = [(zeros(8, tokens), zeros(8)) for tokens in (2, 3, 4, 5)]
+    tracker, sizes = tracked(*shared[:3], (zeros(8, 2), zeros(3)), *shared)
+    assert [size.layout for size in sizes] == [0, 0, 0, 1, 0, 0, 0, 0]
+    restored = SizeTracker()
+    restored.load_state_dict(tracker.state_dict())
+    assert restored.observe(shared[0]).layout == 0
+
+
 def test_size_fn() -> None:
     """size_fn gives the size alone: an int is 'size', a mapping is taken as it is, the batch may be anything."""
     tracker, (size,) = tracked("four", size_fn=len)

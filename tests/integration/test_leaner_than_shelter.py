@@ -108,3 +108,32 @@ def test_where_only_recomputing_is_asked_for_it_is_refused() -> None:
     with pytest.raises(BudgetInfeasibleError, match="with every unit recomputed"), warnings.catch_warnings():
         warnings.simplefilter("error")
         train(budget, actions=["recompute"])
+
+
+def test_steps_that_are_sheltered_every_time_are_refused() -> None:
+    """What plans keep is no excuse for a penalty's steps, of which nothing is learnt: each of them would be over."""
+    budget, _ = budget_of(0.7)
+    torch.manual_seed(0)
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def penalized(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = loss(model, batch)
+        if batch.requires_grad:
+            (slope,) = torch.autograd.grad(value, batch, create_graph=True)
+            value = value + slope.square().sum()
+        return value
+
+    def step(mimose: Mimose, i: int) -> None:
+        length = LENGTHS[i] if i < 3 else 192
+        mimose.step(torch.randn(4, length, WIDTH).requires_grad_(i > 6 and i % 3 == 2))
+
+    with (
+        warnings.catch_warnings(),
+        Mimose(model, budget=budget, optimizer=optimizer, loss_fn=penalized, units=["blocks.*"]) as mimose,
+    ):
+        warnings.simplefilter("ignore")
+        for i in range(8):
+            step(mimose, i)
+        with pytest.raises(BudgetInfeasibleError, match="with every unit recomputed"):
+            step(mimose, 8)
