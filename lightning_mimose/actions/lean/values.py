@@ -143,7 +143,7 @@ class Values:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None or (output and not entry.all_outputs) or depth > LONGEST_CHAIN:
+        if entry is None or output != 0 or depth > LONGEST_CHAIN:
             return None
         own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
@@ -153,7 +153,7 @@ class Values:
         if entry.needs_first and self._leads_nowhere(node):
             return None
         try:
-            view = Node(self, node, depth, output)
+            view = Node(self, node, depth)
             made: Made | None = entry.make(view)
         except MissingError:
             return None
