@@ -38,7 +38,7 @@ from lightning_mimose.units import Unit, is_compiled
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
-    patch(unit.module, partial(_Calls, unit, session), session)
+    patch(unit.module, partial(_Calls, unit, session), session, session.ran)
 
 
 class _Calls:

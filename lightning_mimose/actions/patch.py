@@ -35,19 +35,12 @@ class Switch(Protocol):
     def stops(self) -> Any:
         """Where calls may have to wait, if they may."""
 
-    @property
-    def ran(self) -> set[int]:
-        """Identities of the modules that were called."""
-
 
 class _On:
     """Says that it always has."""
 
     armed = True
     stops = None
-
-    def __init__(self) -> None:
-        self.ran: set[int] = set()
 
 
 _ON = _On()
@@ -59,6 +52,7 @@ class _Entry(NamedTuple):
     replacement: Callable[..., Any] | None
     had_own: bool
     alive: weakref.ref[nn.Module]
+    ran: set[int] | None
 
 
 _ORIGINAL = "_mimose_original_forward"
@@ -84,8 +78,9 @@ def _replacement(kind: type[nn.Module] | None) -> Callable[..., Any]:
             return _own_forward(self, args, kwargs, forward)
         if entry.replacement is not forward:  # called by what somebody has put above us, and we are above that now
             return _beneath(forward, self)(*args, **kwargs)
+        if entry.ran is not None:
+            entry.ran.add(id(self))
         switch = entry.switch
-        switch.ran.add(id(self))
         if switch.armed or switch.stops is not None:
             if _compiles_frames() is not None:  # around us, in a step that is compiled: not ours, nor what we call
                 return torch.compiler.disable(entry.handler)(args, kwargs)
@@ -112,14 +107,27 @@ class _CompiledCall:
         entry = _handlers.get(self.key)
         if entry is None:
             return self.original(*args, **kwargs)
-        entry.switch.ran.add(self.key)
+        if entry.ran is not None:
+            entry.ran.add(self.key)
         return entry.handler(args, kwargs)
 
 
-def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handler], switch: Switch = _ON) -> None:
-    """Replace a module's forward by the handler that `make_handler` builds around the original one."""
+def patch(
+    module: nn.Module,
+    make_handler: Callable[[Callable[..., Any]], Handler],
+    switch: Switch = _ON,
+    ran: set[int] | None = None,
+) -> None:
+    """Replace a module's forward by the handler that `make_handler` builds around the original one.
+
+    Args:
+        module: The module.
+        make_handler: Makes it.
+        switch: Says whether it has anything to do.
+        ran: Given the module's identity whenever it is called, whatever the switch says.
+    """
     if module._compiled_call_impl is not None:
-        _patch_compiled(module, module._compiled_call_impl, make_handler, switch)
+        _patch_compiled(module, module._compiled_call_impl, make_handler, switch, ran)
         return
     original = module.__dict__.get("forward")
     ours = getattr(original, "__func__", None)
@@ -133,7 +141,7 @@ def patch(module: nn.Module, make_handler: Callable[[Callable[..., Any]], Handle
         _replacements[kind] = replacement
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
     own = _own(alive, original is not None)
-    _handlers[key] = _Entry(make_handler(own), switch, replacement, original is not None, alive)
+    _handlers[key] = _Entry(make_handler(own), switch, replacement, original is not None, alive, ran)
     module.__dict__["forward"] = types.MethodType(replacement, module)
 
 
@@ -142,6 +150,7 @@ def _patch_compiled(
     original: Callable[..., Any],
     make_handler: Callable[[Callable[..., Any]], Handler],
     switch: Switch,
+    ran: set[int] | None,
 ) -> None:
     key = id(module)
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
@@ -152,7 +161,7 @@ def _patch_compiled(
         assert compiled is not None
         return vars(compiled)["_compiled_call_impl"].original(*args, **kwargs)
 
-    _handlers[key] = _Entry(make_handler(call), switch, None, False, alive)
+    _handlers[key] = _Entry(make_handler(call), switch, None, False, alive, ran)
 
 
 def unpatch(module: nn.Module) -> None:

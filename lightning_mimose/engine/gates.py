@@ -67,7 +67,6 @@ class _Gate:
 
     def __init__(self, taker: Calls, name: str, names: Sequence[str]) -> None:
         self._taker, self._name, self._names = weakref.ref(taker), name, names
-        self.ran: set[int] = set()
 
     @property
     def armed(self) -> bool:
