@@ -60,12 +60,8 @@ class Basis:
     @property
     def bends(self) -> bool:
         """Whether it has a square of each dimension but the batch."""
-        return all(self.bends_with(name) for name in self.dims if name != "batch")
-
-    def bends_with(self, name: str) -> bool:
-        """Whether it has a square of a dimension."""
-        place = self.dims.index(name)
-        return max(monomial[place] for monomial in self.monomials) > 1
+        highest = dict(zip(self.dims, map(max, zip(*self.monomials, strict=True)), strict=True))
+        return all(degree > 1 for name, degree in highest.items() if name != "batch")
 
     @property
     def padded(self) -> tuple[str, int] | None:

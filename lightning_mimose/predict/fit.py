@@ -15,9 +15,6 @@ from lightning_mimose.predict.local import LocalFit
 from lightning_mimose.predict.maxima import Collapse
 from lightning_mimose.predict.solving import LEVERAGE
 
-NEAR = 1.25
-"""How many times as large as those seen a batch may be for what grows with its square to show hardly more."""
-
 Value: TypeAlias = tuple[str, int]
 """A dimension and what it is."""
 
@@ -98,13 +95,7 @@ class Fit:
             return float("inf")
         beyond = max(1.0, float(features @ self.inverse @ features) / self.leverage)
         is_right = self.basis.bends and not self.basis.rounds and self.error <= EXACT_ERROR
-        return self.error * (beyond**0.5 if is_right and not self._far_in_batches(dims) else beyond)
-
-    def _far_in_batches(self, dims: Mapping[str, int]) -> bool:
-        """Whether a batch is far from those seen, of which a square could not be told from a line (pairs of rows)."""
-        if "batch" not in self.basis.dims or self.basis.bends_with("batch"):
-            return False
-        return not self.low["batch"] / NEAR <= dims["batch"] <= self.high["batch"] * NEAR
+        return self.error * (beyond**0.5 if is_right else beyond)
 
     def _known_to(self, name: str) -> int:
         """The greatest value of a length of which something is known, where one of two is padded."""
