@@ -23,7 +23,7 @@ class Judge:
 
     def __init__(self, advisor: Advisor, session: Session, unlike: Unlike) -> None:
         self._advisor, self._session, self._unlike = advisor, session, unlike
-        self._warned = self._broke_in_shelter = False
+        self._warned = False
 
     def compare(self, step: Step, peak: int, *, whole: bool) -> None:
         """A planned step: hold what it reached against what was predicted.
@@ -59,18 +59,6 @@ class Judge:
                 self._unlike.compare(predicted, reached)
         if plan is not None and predicted is None and not step.advice.bounded and budget < peak:
             advisor.not_beyond_shelter(step.size, step.resident, peak)
-
-    def sheltered(self, step: Step, peak: int) -> None:
-        """Tell the user, once, that a sheltered step broke the budget that a plan for its size will keep."""
-        if not self._broke_in_shelter:
-            self._broke_in_shelter = True
-            warnings.warn(
-                f"A batch of {self._advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the budget "
-                f"of {format_bytes(self._advisor.budget_bytes)}, with every unit recomputed, for nothing was known of "
-                "such batches. Plans that also keep units lean hold the budget from now on; other large sizes may be "
-                "over once as well, where none like them was seen.",
-                stacklevel=6,
-            )
 
     def _warn_of(self, step: Step, peak: int) -> None:
         """Tell the user, once, that a planned step broke the budget though it was not expected to."""

@@ -73,8 +73,6 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._read_at = 0, False
-        self._excused: set[tuple[object, BatchSize]] = set()
-        """Sizes of sheltered steps that broke the budget, which plans keep since; and what was learnt from."""
         self._resting = Resting()
         self.renews = False
         self.unlike = Unlike(advisor)
@@ -149,8 +147,7 @@ class Lessons:
         """Stop the meter after backward, learn, and see whether the promise was kept.
 
         Raises:
-            BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget, and none is known
-                that saves more.
+            BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
         if not step.sheltered and self._learnt:
             self._learnt = 0
@@ -174,15 +171,13 @@ class Lessons:
             return
         learnt = step.learns and self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
-            # As it was learnt from, more is known now than when the shelter was cut. Once of a size: one
-            # that is sheltered again in spite of that, by other ranks, would never be planned.
-            once = self._advisor.estimator.token, step.size
-            later = self._update.later(step.resident)
-            if learnt and once not in self._excused and self._advisor.has_leaner(step.size, later):
-                self._excused.add(once)
-                self._judge.sheltered(step, peak)
-                return
             how = "with every unit recomputed"
+            # As it was learnt from, more is known now than when the shelter was cut.
+            if learnt and self._advisor.has_leaner(step.size, self._update.later(step.resident)):
+                how += (
+                    ", as sizes of which nothing is known run (plans that also keep units lean hold this budget in "
+                    'such batches from now on: on_infeasible="warn" goes on with them)'
+                )
             self._refuser.refuse(step.size, step.resident, peak, with_reserve(peak), how)
 
     def of_update(self, step: Step) -> None:

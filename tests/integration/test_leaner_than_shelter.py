@@ -83,10 +83,12 @@ def budget_of(share: float) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def test_what_the_shelter_breaks_once_plans_keep() -> None:
-    """The first large batch is over, for nothing was known of its size; a training that can go on is not ended."""
+    """The first large batch is over, for nothing was known of its size; who asks to go on is held from then on."""
     budget, weights = budget_of(0.6)
-    with pytest.warns(UserWarning, match="with every unit recomputed, for nothing was known") as told:
-        found, peaks, _, records = train(budget)
+    with pytest.raises(BudgetInfeasibleError, match=r'hold this budget .*: on_infeasible="warn" goes on with them'):
+        train(budget)
+    with pytest.warns(UserWarning, match="goes on with them") as told:
+        found, peaks, _, records = train(budget, on_infeasible="warn")
     assert len(told) == 1
     assert [i for i, peak in enumerate(peaks) if peak > budget] == [2]
     assert records[2].sheltered
@@ -96,9 +98,9 @@ def test_what_the_shelter_breaks_once_plans_keep() -> None:
 
 
 def test_what_no_plan_keeps_is_refused() -> None:
-    """Lean saves spare too little as well."""
+    """Lean saves spare too little as well, and nothing else is said."""
     budget, _ = budget_of(0.4)
-    with pytest.raises(BudgetInfeasibleError, match="with every unit recomputed"):
+    with pytest.raises(BudgetInfeasibleError, match=r"with every unit recomputed[.;]|with every unit recomputed now"):
         train(budget)
 
 
@@ -111,7 +113,7 @@ def test_where_only_recomputing_is_asked_for_it_is_refused() -> None:
 
 
 def test_steps_that_are_sheltered_every_time_are_refused() -> None:
-    """What plans keep is no excuse for a penalty's steps, of which nothing is learnt: each of them would be over."""
+    """That plans keep the budget is not said of a penalty's steps, of which nothing is learnt."""
     budget, _ = budget_of(0.7)
     torch.manual_seed(0)
     model = Uneven()
@@ -135,5 +137,6 @@ def test_steps_that_are_sheltered_every_time_are_refused() -> None:
         warnings.simplefilter("ignore")
         for i in range(8):
             step(mimose, i)
-        with pytest.raises(BudgetInfeasibleError, match="with every unit recomputed"):
+        with pytest.raises(BudgetInfeasibleError, match="with every unit recomputed") as refused:
             step(mimose, 8)
+        assert "goes on with them" not in str(refused.value)
