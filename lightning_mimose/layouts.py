@@ -17,6 +17,7 @@ class Layout:
     groups: list[list[int]]  # indices of dimensions that were equal in every batch; the first stands for the others
     last: tuple[int, ...] | None = None
     shown: list[int] = field(default_factory=list)  # the groups' first members that are worth naming
+    seen: int = 0  # how many sizes
 
     @classmethod
     def of(cls, names: tuple[str, ...], values: tuple[int, ...]) -> Layout:
@@ -29,6 +30,7 @@ class Layout:
 
     def see(self, values: tuple[int, ...]) -> None:
         """Another size, in the order of `names`."""
+        self.seen += 1
         if values == self.last:
             return
         self.last = values

@@ -102,8 +102,6 @@ class SizeTracker:
         """What batches of the same dimensions are told apart by, if by anything."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
         self._layouts: list[Layout] = []
-        self._seen: list[int] = []
-        """Of each layout, how many sizes were seen."""
         self._index: dict[frozenset[str], int] = {}
         self._apart = False  # a layout was seen whose tensors do not share their leading axis
         self._by_shapes: dict[Any, BatchSize] = {}
@@ -145,7 +143,6 @@ class SizeTracker:
             if layout.names != tuple(dims):  # the same keys in another order
                 dims = {name: dims[name] for name in layout.names}
             layout.see(tuple(dims.values()))
-        self._seen[index] += 1
         return BatchSize(tuple(dims.items()), index)
 
     def named(self, size: BatchSize) -> dict[str, int]:
@@ -228,9 +225,11 @@ class SizeTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data; `size_fn` is not part of it."""
-        layouts = [{"names": x.names, "low": x.low, "high": x.high, "groups": x.groups} for x in self._layouts]
+        layouts = [
+            {"names": x.names, "low": x.low, "high": x.high, "groups": x.groups, "seen": x.seen} for x in self._layouts
+        ]
         read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
-        read["labels"], read["seen"] = list(self.labels.told), self._seen
+        read["labels"] = list(self.labels.told)
         return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,19 +241,18 @@ class SizeTracker:
         self._kind = state["kind"] and tuple(state["kind"])  # JSON makes lists of tuples
         for saved in copy.deepcopy(state["layouts"]):
             layout = Layout(tuple(saved["names"]), saved["low"], saved["high"], saved["groups"])
+            layout.seen = saved.get("seen", 0)
             layout.update_shown()
             self._add(layout)
-        self._seen = [*state.get("seen", self._seen)]
 
     def restart(self, level: int, entries: bool = False) -> None:
         """Forget all sizes: from now on they are read elsewhere, and are not comparable."""
         self.level, self.entries, self._kind = level, entries, None
-        self._layouts, self._seen, self._index, self._apart, self._by_shapes = [], [], {}, False, {}
+        self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
 
     def _add(self, layout: Layout) -> int:
         self._index[frozenset(layout.names)] = len(self._layouts)
         self._layouts.append(layout)
-        self._seen.append(0)
         self._by_shapes.clear()  # names depend on what layouts there are
         self._apart = self._apart or BATCH not in layout.names
         return len(self._layouts) - 1
@@ -271,7 +269,7 @@ class SizeTracker:
             # mostly agree, and did not once (one of two loaders had a shorter last batch), they go on to be shared.
             apart = names_of(leaves, share=False)
             index, shared = (self._index.get(frozenset(each | self.labels.dims)) for each in (apart, dims))
-            if index is not None and (shared is None or self._seen[shared] <= self._seen[index]):
+            if index is not None and (shared is None or self._layouts[shared].seen <= self._layouts[index].seen):
                 return apart
         return dims
 

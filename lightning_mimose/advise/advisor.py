@@ -18,6 +18,7 @@ from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
+from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.checking import USABLE_ERROR
@@ -56,7 +57,7 @@ class Advisor(Student):
         self.planner = Planner(planner)
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
-        self._leaner: dict[Hashable, Plan] = {}
+        self._leaner = PlanCache(capacity=KNOWN_PEAKS)
         """Plans for sizes that are not trusted yet, where the shelter breaks the budget."""
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
@@ -98,7 +99,7 @@ class Advisor(Student):
         if plan is None and planned is not size:
             plan, planned = self.planner.known(self._key(size), self.budget_bytes), size
         hit, infeasible, proves = plan is not None, False, False
-        if plan is None and self._leaner and (known := self._leaner.get(self._slot(size))) is not None:
+        if plan is None and (known := self._leaner.get(self._key(size), self.budget_bytes)) is not None:
             return Advice(known, None, cache_hit=True)
         if plan is None:
             planned, prediction = self._known_size(size)
@@ -111,9 +112,7 @@ class Advisor(Student):
                 if not self._trusts(prediction, timeline):
                     beyond = self._beyond_shelter(timeline) if size not in self.estimator.shelter_only else None
                     if beyond is not None:
-                        if len(self._leaner) >= KNOWN_PEAKS:
-                            self._leaner.clear()
-                        self._leaner[self._slot(size)] = beyond
+                        self._leaner.put(self._key(size), self.budget_bytes, beyond)
                         return Advice(beyond, None, False)
                     return self._unplanned(size, resident, timeline.peak_bytes({}))
                 margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
@@ -213,10 +212,6 @@ class Advisor(Student):
             if with_reserve(most) + self.misses.kept_free_bytes <= self.budget_bytes:
                 return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
         return Advice(None, None, False)
-
-    def _slot(self, size: BatchSize) -> tuple[Any, ...]:
-        """What a plan for a size that is not trusted is remembered for, as long as nothing else is learnt."""
-        return self._key(size), self.budget_bytes
 
     def has_leaner(self, size: BatchSize, resident: Resident) -> bool:
         """Whether a plan is known that keeps a batch inside the budget."""
