@@ -109,9 +109,7 @@ class Metering:
 
     def _give_recorder(self, step: Step, *, profile: bool) -> None:
         if self._is_free and not step.learns:
-            timed = step.undecided or not step.sheltered
-            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0) if timed else None
-            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
+            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
             return
         step.gradients = GradientLedger(
             self._ledger.parameters(), follow=step.learns, anytime=not step.resident.zeroes_gradients
@@ -160,6 +158,9 @@ class Metering:
         if step.is_measured and not step.measuring:
             self._give_recorder(step, profile=self._profile)
             self._start(step)
+        if (step.undecided or not step.sheltered) and not isinstance(step.recorder, StepRecorder):
+            # On a CPU those steps that are measured are not timed.
+            step.began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == (0 if self._is_free else 1))
         if not step.sheltered:
             self._follow_inputs(step)
         self._session.own_nodes = 0  # those of calls before the step's forward do not count either
