@@ -288,7 +288,6 @@ class Advisor(Student):
 
     def _forget_prices(self) -> None:
         self.planner.forget(prices_only=True)
-        self._leaner.clear()
         super()._forget_prices()
 
     # --- asking -----------------------------------------------------------------------------------------------

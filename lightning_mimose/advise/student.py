@@ -185,7 +185,9 @@ class Student(Forecast):
             host_seconds: The same on the host; 0 where nobody knows.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or any(each.structure.path != prediction.structure.path for each in prediction.others):
+        if prediction is None or not prediction.trusted:
+            return  # what it would have done there nobody knows
+        if any(each.structure.path != prediction.structure.path for each in prediction.others):
             return  # it may have taken another path
         structure, values, pace = prediction.structure, prediction.values, self.estimator.pace
         operations = operations_of(structure, values, actions)

@@ -102,18 +102,19 @@ class Lessons:
             )
         self.unlike.ran(step.size, what)
 
-    def begin_lap(self, *, anyway: bool) -> Any:
+    def begin_lap(self, *, anyway: bool, counts: bool) -> Any:
         """The point of the device's time at which a step begins; None where it is not timed.
 
         Args:
             anyway: Whether it is timed although some were.
+            counts: Whether it is one of these from now on.
         """
         if self._timed_since != self._advisor.forgotten:
             self._timed_since, self._timed = self._advisor.forgotten, 0
             self._laps.forget()
         if not self._advisor.owns_allocator or (self._timed >= TIMED_STEPS and not anyway):
             return None  # of others' work on the device its time tells as much
-        self._timed += 1
+        self._timed += counts
         return self._laps.now()
 
     def rest(self, step: Step) -> bool:
@@ -150,6 +151,7 @@ class Lessons:
         usual = not (step.sheltered or strange or self._session.compared or self._session.met)
         if usual and step.in_backward:
             self._laps.end(step.began, (step.size, dict(step.actions)))
+        step.began = None
         for (size, actions), seconds, host_seconds in self._laps.over():
             self._advisor.learn_pace(size, actions, seconds, host_seconds)
 

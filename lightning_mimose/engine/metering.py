@@ -158,9 +158,12 @@ class Metering:
         if step.is_measured and not step.measuring:
             self._give_recorder(step, profile=self._profile)
             self._start(step)
-        if (step.undecided or not step.sheltered) and not isinstance(step.recorder, StepRecorder):
-            # On a CPU those steps that are measured are not timed.
-            step.began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == (0 if self._is_free else 1))
+        if (step.undecided or not step.sheltered) and not (step.updating or isinstance(step.recorder, StepRecorder)):
+            # To follow inputs takes a CPU some time, so that what is told by the way is told again.
+            by_the_way = not self._is_free and self.planned < WATCHED_STEPS
+            step.began = self._lessons.begin_lap(
+                anyway=by_the_way or self.planned % MEASURE_EVERY == 1, counts=not by_the_way
+            )
         if not step.sheltered:
             self._follow_inputs(step)
         self._session.own_nodes = 0  # those of calls before the step's forward do not count either

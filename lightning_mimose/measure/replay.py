@@ -204,12 +204,10 @@ class Replays:
         call.marks["again"] = self._curve.mark(call.key, "again")
         flops = FlopTally.active()
         self._flops_before[call.key] = (flops.total, flops.besides) if flops else (0, 0)
-        began = self._clock.now()
         try:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
-        self._times.append((call, began, self._clock.now()))
         call.outputs = self._storages.in_order(out)
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out

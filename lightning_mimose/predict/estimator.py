@@ -26,7 +26,7 @@ from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
-from lightning_mimose.predict.rates import Rates, overlapped
+from lightning_mimose.predict.rates import AGAIN_SECONDS, Rates, overlapped
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
@@ -350,7 +350,7 @@ class Estimator:
         """
         per_operation, host_seconds = self.seconds_per_operation(), self.pace.host_seconds
         if host_seconds is None or self.pace.seconds_per_operation is None:
-            return Rates(per_operation)
+            return Rates(per_operation, again_seconds=AGAIN_SECONDS)
         return overlapped(structure, values, per_operation, host_seconds)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Rates:
     rebuilt_share: float = 1.0
     look_seconds: float = LOOK_SECONDS
     region_seconds: float = REGION_SECONDS
-    again_seconds: float = AGAIN_SECONDS
+    again_seconds: float = 0.0
 
     @property
     def again_per_operation(self) -> float:

@@ -60,6 +60,7 @@ class Values:
         self.found: dict[Key, Handle | None] = {}
         self.missing: dict[Key, Key | None] = {}
         self._latest_missing: Key | None = None
+        self._changes = 0
         self.numbers: dict[Key, int] = {}
         self.owner = object()
         self.start = 0
@@ -97,6 +98,8 @@ class Values:
     def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
         """The value of an operation's output, from what is kept."""
         key = (node, output)
+        if len(self.notes.changed) != self._changes:
+            self._forget_ways()
         if key in self.notes.changed:
             self._latest_missing = key
             return None
@@ -110,6 +113,12 @@ class Values:
             found.identity = self.numbers.get(key, found.identity)
         self._latest_missing = key if found is None else None
         return found
+
+    def _forget_ways(self) -> None:
+        """A value was changed unseen: what was looked for on the way to others may be a view of it."""
+        self._changes = len(self.notes.changed)
+        for key in [key for key, found in self.found.items() if found is not None and key not in self.numbers]:
+            del self.found[key]
 
     def awaited(self, key: Key) -> list[Key]:
         """What of the way to a value that was looked for in vain could not be had, the nearest first."""
@@ -189,7 +198,7 @@ class Values:
         )
         if recipe.operations > MOST_OPERATIONS:
             return None
-        recipe.identity = hash((name, *[each.identity for each in inputs]))
+        recipe.identity = hash((name, output, *[each.identity for each in inputs]))
         return recipe
 
     def _leads_nowhere(self, node: Any) -> bool:

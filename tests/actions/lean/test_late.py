@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.menu import ELEMENTWISE
-from tests.helpers.lean import Pass, Watch, assert_lean, same_bits
+from tests.helpers.lean import EVERYTHING, Pass, Watch, assert_lean, same_bits
 
 Gate = Callable[[Watch, Tensor], Tensor]
 
@@ -184,6 +184,43 @@ def _writing(x: Tensor, write: Callable[[Tensor], object], what: str, when: str,
         return run()
     with lean.active():
         return run()
+
+
+VIEWS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "unbind": lambda h: h.view(33, 2, 47).unbind(1),
+    "chunk": lambda h: h.t().chunk(2, 0),
+    "slices": lambda h: ((view := h.view(33, 2, 47))[:, :1], view[:, 1:]),
+    "rows": lambda h: ((view := h.view(33, 2, 47))[:, 0], view[:, 1]),
+}
+
+
+@pytest.mark.parametrize("how", ["data", "other data", "nothing"])
+@pytest.mark.parametrize("pieces", sorted(VIEWS))
+def test_writing_on_a_piece_whose_neighbour_was_looked_at(pieces: str, how: str) -> None:
+    """In later calls only, when nothing is compared any more: what leads to the neighbour by the same view is known."""
+
+    def write(piece: Tensor) -> None:
+        if how == "data":
+            piece.data.mul_(3)
+        elif how == "other data":
+            piece.data = piece.data * 3
+
+    def run(x: Tensor, w: Tensor, *, writes: bool) -> Tensor:
+        one, other = VIEWS[pieces](functional.linear(x, w))
+        gate = torch.sigmoid(one)
+        if writes:
+            write(other)
+        return ((gate * torch.tanh(1.5 * other)).exp() * 0.01).cumsum(0)
+
+    sites = Sites()
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        x, w = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((33, 24), (94, 24)))
+        plain = run(x, w, writes=number > 1)
+        with LeanSaves(sites, EVERYTHING, given=[x]).active():
+            lean = run(x, w, writes=number > 1)
+        bits = [[out.detach(), *torch.autograd.grad(out.square().sum(), [x, w])] for out in (plain, lean)]
+        assert same_bits(*bits)
 
 
 def test_something_was_made_from_it_before() -> None:
