@@ -159,7 +159,7 @@ class Metering:
             self._give_recorder(step, profile=self._profile)
             self._start(step)
         if (step.undecided or not step.sheltered) and not (step.updating or isinstance(step.recorder, StepRecorder)):
-            # To follow inputs takes a CPU some time, so that what is told by the way is told again.
+            # To follow inputs takes time on a CPU: such steps tell the pace only as long as no others have.
             by_the_way = not self._is_free and self.planned < WATCHED_STEPS
             step.began = self._lessons.begin_lap(
                 anyway=by_the_way or self.planned % MEASURE_EVERY == 1, counts=not by_the_way

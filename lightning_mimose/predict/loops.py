@@ -144,11 +144,9 @@ class Loops:
     def folded(self, step: Step) -> Step:
         """What a step counts as."""
         found = fold(step.structure, step.measured.values) if names_of(step.key) in self.folds else None
-        return (
-            step
-            if found is None
-            else Step(step.key, found.structure, step.measured._replace(values=found.values, maxima=NOT_KNOWN))
-        )
+        if found is None:
+            return step
+        return Step(step.key, found.structure, step.measured._replace(values=found.values, maxima=NOT_KNOWN))
 
     def path_of(self, names: Names, structure: Structure) -> Path:
         """The path that a step counts as of which nothing is known but its shape."""
