@@ -270,13 +270,19 @@ class Structure:
             first.setdefault(shape.call, shape)
         return tuple(first.values())
 
-    def tensors(self, values: NDArray[np.float64]) -> float:
-        """How many tensors are saved in a step, but outside of units and where nothing was ever recomputed.
+    def items(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How many tensors every call saves, shape (calls,); zeros if none was looked into.
+
+        Of calls inside those that were it goes by the bytes that they save.
 
         Args:
             values: Shape (columns,).
         """
-        return float(values[[call.tensors for call in self.calls if call.region]].sum())
+        saved: NDArray[np.float64] = values[[call.saved for call in self.calls]]
+        calls, known = [shape.call for shape in self.surveyed], [shape.items for shape in self.surveyed]
+        found = saved * (sum(known) / max(1.0, float(saved[calls].sum())))
+        found[calls] = known
+        return found
 
     def forward_operations(self, values: NDArray[np.float64]) -> float:
         """Operations of what is trained, in forward; of what is outside units nothing is known.
