@@ -286,6 +286,10 @@ class Advisor(Student):
         self._leaner.clear()
         super()._forget_plans()
 
+    def _forget_prices(self) -> None:
+        self.planner.forget(prices_only=True)
+        super()._forget_prices()
+
     # --- asking -----------------------------------------------------------------------------------------------
 
     def plan(self, batch_or_size: Any, budget: str | int | float | None = None) -> Plan:

@@ -20,7 +20,7 @@ from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 15
+STATE_VERSION = 16
 
 
 class Student(Forecast):
@@ -43,7 +43,14 @@ class Student(Forecast):
             bare: Whether it found no gradients of an earlier step, see `Estimator.add`.
         """
         self.misses.fade()  # no planned step may be left to show that less will do
-        self.estimator.add(dict(size.dims), observation.structure, observation.values, observation.maxima, bare=bare)
+        self.estimator.add(
+            dict(size.dims),
+            observation.structure,
+            observation.values,
+            observation.maxima,
+            bare=bare,
+            seconds=observation.seconds,
+        )
         self._forget_plans()
 
     def heed(self, size: BatchSize, structure: Structure) -> None:
@@ -178,7 +185,9 @@ class Student(Forecast):
             host_seconds: The same on the host; 0 where nobody knows.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or any(each.structure.path != prediction.structure.path for each in prediction.others):
+        if prediction is None or not prediction.trusted:
+            return  # what it would have done there nobody knows
+        if any(each.structure.path != prediction.structure.path for each in prediction.others):
             return  # it may have taken another path
         structure, values, pace = prediction.structure, prediction.values, self.estimator.pace
         operations = operations_of(structure, values, actions)
@@ -188,7 +197,7 @@ class Student(Forecast):
         pace.add(operations, seconds, host_seconds, host_work(structure, values, actions))
         same = before / CHANGED <= self.estimator.seconds_per_operation() <= before * CHANGED
         if not same or pace.host_seconds != host_before:
-            self._forget_plans()
+            self._forget_prices()
 
     def forget(self, known: Estimator | None = None, *, everywhere: bool = True) -> None:
         """What is trained has changed, or where sizes are read: what was measured before does not hold any more.
@@ -227,6 +236,10 @@ class Student(Forecast):
         if units != self.left_out:
             self.left_out = set(units)
             self._forget_plans()
+
+    def _forget_prices(self) -> None:
+        """What plans and views say that actions cost is no longer believed."""
+        self._views.clear()
 
     def _forget_plans(self) -> None:
         """What plans, peaks and views were made from is no longer believed."""

@@ -353,6 +353,7 @@ class Engine:
     def _finish_together(self, step: Step) -> None:
         """Stop the meter; if a rank of a sharded model finds the budget broken, all refuse the step."""
         self._metering.end_passes(step)
+        self._lessons.of_time(step)
         if step.recorder is None and not step.sheltered:
             return
         error = None

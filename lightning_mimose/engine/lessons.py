@@ -20,7 +20,6 @@ from lightning_mimose.engine.unlike import Unlike
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.laps import Laps
 from lightning_mimose.measure.observe import observe
-from lightning_mimose.measure.peak import PeakRecorder
 from lightning_mimose.measure.resident import ResidentLedger
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
@@ -32,7 +31,7 @@ UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
 
 TIMED_STEPS = 20
-"""Steps on an accelerator that are timed at first, of those that are not measured unit by unit."""
+"""Steps that are timed at first, of those that are not measured unit by unit."""
 VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can; and
 twice as many before those in more than a few are, which plans may be made for unless a maximum of them decides."""
@@ -66,7 +65,7 @@ class Lessons:
         self._model, self._advisor, self._session = model, advisor, session
         self._ledger, self._update, self._refuser = ledger, update, refuser
         self._laps: Laps[tuple[BatchSize, dict[str, str]]] = Laps(device)
-        """Planned steps on an accelerator, forward and backward: size and actions of each."""
+        """Planned steps, forward and backward: size and actions of each."""
         self._timed = self._timed_since = 0
         self._unreached = self._told_apart = False
         self._evaluates = False
@@ -103,18 +102,19 @@ class Lessons:
             )
         self.unlike.ran(step.size, what)
 
-    def begin_lap(self, *, anyway: bool) -> Any:
+    def begin_lap(self, *, anyway: bool, counts: bool) -> Any:
         """The point of the device's time at which a step begins; None where it is not timed.
 
         Args:
             anyway: Whether it is timed although some were.
+            counts: Whether it is one of these from now on.
         """
         if self._timed_since != self._advisor.forgotten:
             self._timed_since, self._timed = self._advisor.forgotten, 0
             self._laps.forget()
         if not self._advisor.owns_allocator or (self._timed >= TIMED_STEPS and not anyway):
             return None  # of others' work on the device its time tells as much
-        self._timed += 1
+        self._timed += counts
         return self._laps.now()
 
     def rest(self, step: Step) -> bool:
@@ -143,6 +143,18 @@ class Lessons:
             return False
         return self._advisor.learn_inputs(step.size, self._session.actions, fates)
 
+    def of_time(self, step: Step) -> None:
+        """Learn how long planned steps took, of those that are over by now; this one's backward is."""
+        if step.began is None or isinstance(step.recorder, StepRecorder):
+            return
+        strange = step.strange or step.mixed or step.retried
+        usual = not (step.sheltered or strange or self._session.compared or self._session.met)
+        if usual and step.in_backward:
+            self._laps.end(step.began, (step.size, dict(step.actions)))
+        step.began = None
+        for (size, actions), seconds, host_seconds in self._laps.over():
+            self._advisor.learn_pace(size, actions, seconds, host_seconds)
+
     def of_backward(self, step: Step) -> None:
         """Stop the meter after backward, learn, and see whether the promise was kept.
 
@@ -156,7 +168,6 @@ class Lessons:
             return
         if isinstance(step.recorder, StepRecorder):
             step.recorder.mark("step", "end")
-        self._take_time(step)
         trace, step.recorder = step.recorder.stop(), None
         self._session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
         if step.gradients is not None:
@@ -224,16 +235,6 @@ class Lessons:
                 f"mimose: batch {step.batch_idx} called {named_shortly(self._session.met)}, of which its plan knew "
                 "nothing; the next steps are measured, to learn what that takes"
             )
-
-    def _take_time(self, step: Step) -> None:
-        if not isinstance(step.recorder, PeakRecorder) or step.recorder.began is None:
-            return
-        strange = step.strange or step.mixed or step.retried
-        usual = not (step.sheltered or strange or self._session.compared or self._session.met)
-        if usual and step.in_backward:
-            self._laps.end(step.recorder.began, (step.size, dict(step.actions)))
-        for (size, actions), seconds, host_seconds in self._laps.over():
-            self._advisor.learn_pace(size, actions, seconds, host_seconds)
 
     def _count_unmeasured(self) -> None:
         self._unmeasured += 1

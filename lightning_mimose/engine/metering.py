@@ -109,9 +109,7 @@ class Metering:
 
     def _give_recorder(self, step: Step, *, profile: bool) -> None:
         if self._is_free and not step.learns:
-            timed = step.undecided or not step.sheltered
-            began = self._lessons.begin_lap(anyway=self.planned % MEASURE_EVERY == 0) if timed else None
-            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step), began)
+            step.recorder = PeakRecorder(self._device, partial(self._without_gradients, step))
             return
         step.gradients = GradientLedger(
             self._ledger.parameters(), follow=step.learns, anytime=not step.resident.zeroes_gradients
@@ -160,6 +158,12 @@ class Metering:
         if step.is_measured and not step.measuring:
             self._give_recorder(step, profile=self._profile)
             self._start(step)
+        if (step.undecided or not step.sheltered) and not (step.updating or isinstance(step.recorder, StepRecorder)):
+            # To follow inputs takes time on a CPU: such steps tell the pace only as long as no others have.
+            by_the_way = not self._is_free and self.planned < WATCHED_STEPS
+            step.began = self._lessons.begin_lap(
+                anyway=by_the_way or self.planned % MEASURE_EVERY == 1, counts=not by_the_way
+            )
         if not step.sheltered:
             self._follow_inputs(step)
         self._session.own_nodes = 0  # those of calls before the step's forward do not count either

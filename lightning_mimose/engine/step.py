@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ class Step:
         measured_peak_bytes: What was measured so far.
         reserved_peak_bytes: What the allocator reserved at most.
         began_bytes: What tensors had asked an accelerator for when the meter began to run, without gradients.
+        began: The point of the device's time at which it begins, if it is timed.
         is_measured: Whether it is measured.
         measuring: Whether the meter runs.
         inputs_taught: Whether its forward has shown that inputs of units live longer than was predicted.
@@ -72,6 +74,7 @@ class Step:
     measured_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     began_bytes: int = 0
+    began: Any = None
     is_measured: bool = False
     measuring: bool = False
     inputs_taught: bool = False

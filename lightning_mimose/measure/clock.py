@@ -26,6 +26,11 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device if counters.exist(device) else None
 
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the host's own."""
+        return self._device is None
+
     def now(self) -> Any:
         """This point of time, or of the device's current stream."""
         if self._device is None:

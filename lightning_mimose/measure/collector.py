@@ -327,8 +327,8 @@ class StepRecorder:
     @contextmanager
     def region_forward(self, survey: Survey | None) -> Iterator[None]:
         """Around a region's run in forward: a survey wants to see it, and what it would save is noted."""
-        looked = survey.forward_run() if survey is not None else nullcontext()
-        with looked, self._casts.watched(self._stack), self.replays.packing(self._stack[-1]):
+        looked, call = survey.forward_run() if survey is not None else nullcontext(), self._stack[-1]
+        with looked, self._casts.watched(self._stack), self.replays.packing(call), self.replays.timed(call):
             yield
 
     def region_again(self, call: Call, out: Any, left: Left) -> None:

@@ -1,4 +1,4 @@
-"""How long steps take on an accelerator, told when it has come to their end: nobody waits for it."""
+"""How long steps take on a device, told when it has come to their end: nobody waits for an accelerator."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Laps(Generic[T]):
     def now(self) -> tuple[Any, float]:
         """This point of the device's time and of the host's, at which a step begins.
 
-        No time of the host where the device is not done with the step before: what the host takes may be waiting.
+        No time of the host where the device is not done with the step before: what the host takes may be waiting. Nor
+        where the host is the device.
         """
         waits = self._latest is not None and not self._clock.has_come(self._latest)
-        return self._clock.now(), 0.0 if waits else time.perf_counter()
+        return self._clock.now(), 0.0 if waits or self._clock.is_host else time.perf_counter()
 
     def end(self, began: tuple[Any, float], what: T) -> None:
         """A step is over.

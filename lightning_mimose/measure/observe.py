@@ -29,12 +29,14 @@ class Observation:
         values: Shape (structure.columns,), float64.
         peak_bytes: Measured peak above what is resident besides gradients.
         maxima: What columns are the largest of.
+        seconds: What the forward of all regions took.
     """
 
     structure: Structure
     values: NDArray[np.float64]
     peak_bytes: int
     maxima: Maxima = NOT_KNOWN
+    seconds: float = 0.0
 
 
 @dataclass
@@ -128,7 +130,7 @@ def observe(
             before_backward=columns.add(start),
             flops=columns.add(call.flops),
             besides=columns.add(call.besides),
-            seconds=columns.add(call.seconds),
+            tensors=columns.add(call.tensors),
             given=columns.add(sum(call.inputs.values())),
             returned=columns.add(call.returned_bytes),
             entry=entry,
@@ -220,7 +222,6 @@ def observe(
                 saved=columns.add(spared[id(call)][grade].gain_bytes),
                 work=columns.add(spared[id(call)][grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
-                items=len(call.items or ()),
                 lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
                 borrowed=tuple(sorted(place[n] for n in spared[id(call)][grade].arguments if n in place)),
             )
@@ -231,7 +232,13 @@ def observe(
         handing=handing_shapes(handed, list(shapes), len(grades), columns.add),
     )
     structure = replace(structure, columns=len(columns.values))
-    return Observation(structure, np.array(columns.values), trace.peak_bytes, Maxima.of(columns.maxima))
+    return Observation(
+        structure,
+        np.array(columns.values),
+        trace.peak_bytes,
+        Maxima.of(columns.maxima),
+        sum(call.seconds for call in regions),
+    )
 
 
 def _region(call: Call) -> Call:

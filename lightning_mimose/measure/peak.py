@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ class PeakRecorder:
     Args:
         device: The accelerator.
         lasting: Tells what of the bytes that are there at the start is not the step's own, nor gradients.
-        began: The point of the device's time at which the step begins, if it is timed.
 
     Attributes:
         lasting_bytes: What it told.
@@ -26,8 +24,8 @@ class PeakRecorder:
 
     sees_old_frees = True
 
-    def __init__(self, device: torch.device, lasting: Callable[[int], int], began: Any = None) -> None:
-        self._device, self._lasting, self.began = device, lasting, began
+    def __init__(self, device: torch.device, lasting: Callable[[int], int]) -> None:
+        self._device, self._lasting = device, lasting
         self._start_bytes = self._held_bytes = self.lasting_bytes = 0
 
     def start(self) -> None:

@@ -152,6 +152,8 @@ class Replays:
             is_lost = len(slots) in call.lost
             if self._stack:
                 found = {self._storages.number(each): each.nbytes() for each in self._saved_in(tensor)}
+                for inner in self._stack:
+                    inner.tensors += bool(found)
                 if not is_lost:
                     self._stack[-1].saved.update(found)
                 elif survey is not None:  # it looks at the graph, and so keeps all of it
@@ -202,20 +204,26 @@ class Replays:
         call.marks["again"] = self._curve.mark(call.key, "again")
         flops = FlopTally.active()
         self._flops_before[call.key] = (flops.total, flops.besides) if flops else (0, 0)
-        began = self._clock.now()
         try:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
-        self._times.append((call, began, self._clock.now()))
         call.outputs = self._storages.in_order(out)
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
 
+    @contextmanager
+    def timed(self, call: Call) -> Iterator[None]:
+        """Around a region's forward, in which nobody counts operations; Python takes its time for that."""
+        began = self._clock.now()
+        yield
+        self._times.append((call, began, self._clock.now()))
+
     def tell_times(self) -> None:
-        """Tell the calls what their recomputations took: the step is over."""
+        """Tell the calls what they took, in forward or when they ran again: the step is over."""
         for call, began, ended in self._times:
-            call.seconds = self._clock.seconds_between(began, ended)
+            seconds = self._clock.seconds_between(began, ended)
+            call.seconds = min(seconds, call.seconds or seconds)
         self._times.clear()
 
     def _saved_in(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -58,7 +58,8 @@ class Call:
             interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
         besides: What it does besides them, in operations that take as long, see `flops`.
-        seconds: Duration of its recomputation.
+        seconds: Duration of its forward, or of its recomputation if that took less; of a region.
+        tensors: How many tensors its recomputation saved, without parameters.
         dynamic: Whether sizes in it depend on what tensors hold, see `FlopTally`; of a region.
         items: What of it could be kept in a smaller form, if that was looked at.
         results: What of its result can be rebuilt from what it saves, likewise.
@@ -89,6 +90,7 @@ class Call:
     flops: int = 0
     besides: int = 0
     seconds: float = 0.0
+    tensors: int = 0
     dynamic: bool = False
     items: tuple[LeanItem, ...] | None = None
     results: tuple[ResultItem, ...] = ()

@@ -95,11 +95,14 @@ class PlanCache:
             self._plans.move_to_end((key, budget_bytes))
             self._budgets.setdefault(key, set()).add(budget_bytes)
             while len(self._plans) > self.capacity:
-                (old_key, old_budget), _ = self._plans.popitem(last=False)
-                budgets = self._budgets[old_key]
-                budgets.discard(old_budget)
-                if not budgets:
-                    del self._budgets[old_key]
+                self._remove(*next(iter(self._plans)))
+
+    def _remove(self, key: Hashable, budget_bytes: int) -> None:
+        del self._plans[key, budget_bytes]
+        budgets = self._budgets[key]
+        budgets.discard(budget_bytes)
+        if not budgets:
+            del self._budgets[key]
 
     def replace(self, key: Hashable, budget_bytes: int, old: Plan, new: Plan) -> bool:
         """Put a better plan where `old` still stands; nothing else moves.
@@ -124,6 +127,12 @@ class PlanCache:
         with self._lock:
             budgets = sorted((b for b in self._budgets.get(key, ()) if b <= budget_bytes), reverse=True)
             return [self._plans[key, budget] for budget in budgets]
+
+    def clear_actions(self) -> None:
+        """Forget all plans but those that do nothing, when what actions cost is no longer believed."""
+        with self._lock:
+            for key, budget_bytes in [slot for slot, plan in self._plans.items() if plan.choices]:
+                self._remove(key, budget_bytes)
 
     def clear(self) -> None:
         """Forget all plans, when what they were made from is no longer believed. The counters stay."""

@@ -87,9 +87,16 @@ class Planner:
         self._put_off.clear()
         self.scheduler.close()
 
-    def forget(self) -> None:
-        """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew."""
-        self.cache.clear()
+    def forget(self, *, prices_only: bool = False) -> None:
+        """What plans were made from is no longer believed. The most saving ones stay: every use judges them anew.
+
+        Args:
+            prices_only: Whether that goes for what actions cost alone: plans without any stay, too.
+        """
+        if prices_only:
+            self.cache.clear_actions()
+        else:
+            self.cache.clear()
         self._answers.clear()
         self._asked.clear()
         self._put_off.clear()

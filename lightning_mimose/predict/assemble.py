@@ -134,8 +134,7 @@ class _Assembly(Rows):
         """
         rates, calls = self.rates, self.calls_of[unit]
         besides = rates.region_seconds * float(self.counts[calls].sum())
-        if rates.again_seconds:
-            besides += rates.again_seconds * float(self.items[calls].sum())
+        besides += rates.again_seconds * sum(self.tensors[i] for i in calls)
         return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
 
     def add_lean(self, handed_on: Mapping[str, int]) -> None:
@@ -163,7 +162,7 @@ class _Assembly(Rows):
             self.borrows += [(len(self.options), n, call_of[i]) for i in shapes for n in structure.lean[i].borrowed]
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
-            looking = self.rates.look_seconds * sum(structure.lean[i].items for i in shapes)
+            looking = self.rates.look_seconds * sum(self.tensors[call_of[i]] for i in shapes)
             handed = handing.get(unit)
             if handed is not None and handed.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
                 rebuilding += float(self.values[handed.work])
@@ -237,7 +236,7 @@ class _Assembly(Rows):
                 mine = of_call[i]
                 row_of[mine] = row
                 seconds += work[mine] * self.rates.rebuilt_per_operation
-                seconds += self.rates.look_seconds * structure.lean[mine].items
+                seconds += self.rates.look_seconds * self.tensors[i]
                 self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
             self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)

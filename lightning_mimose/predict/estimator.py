@@ -26,7 +26,7 @@ from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
-from lightning_mimose.predict.rates import Rates, overlapped
+from lightning_mimose.predict.rates import AGAIN_SECONDS, Rates, overlapped
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
@@ -106,6 +106,7 @@ class Estimator:
         maxima: Maxima = NOT_KNOWN,
         *,
         bare: bool = False,
+        seconds: float = 0.0,
     ) -> None:
         """Learn from one measured step.
 
@@ -116,9 +117,10 @@ class Estimator:
             maxima: What some of them are the largest of, if that is known.
             bare: Whether it found no gradients of an earlier step. What others do with those (clones that are kept from
                 step to step) is no part of it then, so others are believed rather than it.
+            seconds: What the forward of all that was recomputed took.
         """
         key = tuple(sorted(dims.items()))
-        if not self.observed.add(key, structure, Measured(values, maxima), self.resident_bytes):
+        if not self.observed.add(key, structure, Measured(values, maxima, seconds), self.resident_bytes):
             return
         self.observed.note_gradients(key, bare=bare)
         if len(self) < self._enough:
@@ -325,16 +327,17 @@ class Estimator:
     def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.
 
-        Recomputations are measured beside a profiler and modes that count, which take as long for the operations of a
-        small batch as for those of a large one. Whole steps that were timed without them do more than what is
-        counted: the lesser of the two is nearer.
+        Regions are measured beside a profiler and hooks, which take as long for the operations of a small batch as for
+        those of a large one. Whole steps that were timed without them do more than what is counted: the lesser of the
+        two is nearer.
         """
         if self._rate is None:
             seconds = operations = 0.0
             for structure, known in self.observed.sizes.items():
-                largest = max((each.values for each in known.values()), key=structure.forward_operations)
-                seconds += float(largest[[call.seconds for call in structure.calls if call.region]].sum())
-                operations += structure.forward_operations(largest)
+                largest = max(known.values(), key=lambda each: structure.forward_operations(each.values))
+                if largest.seconds:
+                    seconds += largest.seconds
+                    operations += structure.forward_operations(largest.values)
             self._rate = seconds / operations if operations and seconds else 1e-11
         return min(self._rate, self.pace.seconds_per_operation or self._rate)
 
@@ -347,7 +350,7 @@ class Estimator:
         """
         per_operation, host_seconds = self.seconds_per_operation(), self.pace.host_seconds
         if host_seconds is None or self.pace.seconds_per_operation is None:
-            return Rates(per_operation)
+            return Rates(per_operation, again_seconds=AGAIN_SECONDS)
         return overlapped(structure, values, per_operation, host_seconds)
 
     def state_dict(self) -> dict[str, Any]:

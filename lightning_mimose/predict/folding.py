@@ -29,7 +29,7 @@ MOST_DEPTHS = 8
 MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
 MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
-SUMMED = ("saved", "flops", "besides", "seconds")
+SUMMED = ("saved", "flops", "besides", "tensors")
 STATED = ("given", "returned", "entry", "lean", "rebuilding")
 OTHERS = ("working", "before_backward", "lent", "count")
 """What is known of calls: times, and columns of what rounds in between are together, and of what each is alone."""
@@ -226,7 +226,6 @@ class _Fold(Columns):
                     saved=self._sum([each.saved for each in all_of]),
                     work=self._sum([each.work for each in all_of]),
                     positions=(),
-                    items=sum(each.items for each in all_of),
                     lent=-1 if shape.lent < 0 else self._sum([each.lent for each in all_of]),
                     borrowed=tuple(sorted({number[i] for each in all_of for i in each.borrowed})),
                 )

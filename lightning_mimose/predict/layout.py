@@ -48,7 +48,7 @@ class Layout:
     @cached_property
     def columns(self) -> dict[str, Ints]:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
-        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent")
+        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent", "tensors")
         return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
 
     @cached_property

@@ -86,10 +86,12 @@ class Measured(NamedTuple):
     Attributes:
         values: Shape (columns,).
         maxima: What some of them are the largest of, where that is known.
+        seconds: What the forward of all that was recomputed took.
     """
 
     values: Floats
     maxima: Maxima = NOT_KNOWN
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

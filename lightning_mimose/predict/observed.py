@@ -293,7 +293,7 @@ class Observed:
                 {
                     "structure": asdict(structure),
                     "sizes": [
-                        [list(map(list, key)), measured.values.tolist(), measured.maxima.state_dict()]
+                        [list(map(list, key)), measured.values.tolist(), measured.maxima.state_dict(), measured.seconds]
                         for key, measured in known.items()
                     ],
                 }
@@ -314,9 +314,9 @@ class Observed:
         for entry in state["observed"]:
             structure = Structure.of(entry["structure"])
             paths.append(structure.path)
-            for pairs, values, maxima in entry["sizes"]:
+            for pairs, values, maxima, seconds in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
-                measured = Measured(np.array(values, dtype=np.float64), Maxima.from_state(maxima))
+                measured = Measured(np.array(values, dtype=np.float64), Maxima.from_state(maxima), float(seconds))
                 step = Step(key, structure, measured)
                 if names_of(key) in self.loops.folds:  # it is folded already: how many calls it had is not known
                     self._add(step, 0)

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from lightning_mimose.menu import GRADES, RECOMPUTE, RECOMPUTE_LEAN
 from lightning_mimose.predict.structure import Structure
 
-LOOK_SECONDS = 5e-5
+LOOK_SECONDS = 1e-4
 """What it costs lean saves to look at one of the tensors that a call saves, and to hand out what was rebuilt. Measured
-where hardly anything else takes time, in layers of BERT, Llama and ViT on a slow host."""
+on a slow host where hardly anything else takes time: 50 to 150 us, in BERT, mixers, linear attention in a loop."""
+AGAIN_SECONDS = 5e-5
+"""What hooks on a tensor that is recomputed cost, there too."""
 REGION_SECONDS = 1e-4
-"""What a recomputed region costs besides its operations: the checkpoint, and hooks on what it saves."""
+"""What a recomputed region costs besides its operations and that: the checkpoint."""
 BACKWARD = 2
 """Operations of backward, in those of the forward."""
 FORWARD_SHARE = 0.5
@@ -89,23 +91,22 @@ def overlapped(
         seconds_per_operation: Of the device.
         host_seconds: What the host takes for forward and backward of a step in which everything is kept.
     """
-    surveyed = structure.surveyed
-    items = sum(shape.items for shape in surveyed)
-    if not items:
+    tensors = structure.tensors(values)
+    if not (tensors and structure.surveyed):
         return Rates(seconds_per_operation)
     forward = structure.forward_operations(values) * seconds_per_operation
-    rebuilding = float(values[[shape.work for shape in surveyed]].sum()) * seconds_per_operation
+    rebuilding = float(values[[shape.work for shape in structure.surveyed]].sum()) * seconds_per_operation
     phases = _Phases(host_seconds, forward)
     look, rebuilt = phases.shares(LEAN_WORK, rebuilding)
     again_host, again = phases.shares(AGAIN_WORK, forward)
-    per_item = host_seconds / items
+    per_tensor = host_seconds / tensors
     return Rates(
         seconds_per_operation,
         again_share=again,
         rebuilt_share=rebuilt,
-        look_seconds=LEAN_WORK.share * look * per_item,
+        look_seconds=LEAN_WORK.share * look * per_tensor,
         region_seconds=0.0,
-        again_seconds=AGAIN_WORK.share * again_host * per_item,
+        again_seconds=AGAIN_WORK.share * again_host * per_tensor,
     )
 
 
@@ -146,10 +147,10 @@ def host_work(structure: Structure, values: NDArray[np.float64], actions: Mappin
         values: Shape (columns,); the columns for its size.
         actions: Unit -> what it does.
     """
-    items = sum(shape.items for shape in structure.surveyed)
+    tensors = structure.tensors(values)
     work = 0.0
-    for call, count in zip(structure.calls, structure.items(values).tolist(), strict=True):
+    for call, count in zip(structure.calls, values[structure.layout.columns["tensors"]].tolist(), strict=True):
         action = actions.get(call.unit)
         again = action in (RECOMPUTE, RECOMPUTE_LEAN)
         work += count * (AGAIN_WORK.share * again + LEAN_WORK.share * (action in GRADES or action == RECOMPUTE_LEAN))
-    return work / items if items else 0.0
+    return work / tensors if tensors else 0.0

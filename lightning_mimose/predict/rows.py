@@ -151,9 +151,10 @@ class Rows:
         """(option, loose storage, call) that keeps one of the call's arguments alive, besides those that run again."""
 
     @cached_property
-    def items(self) -> NDArray[np.float64]:
-        """How many tensors every call saves, see `Structure.items`; not asked for where nothing goes by it."""
-        return self.structure.items(self.values)
+    def tensors(self) -> list[float]:
+        """How many tensors every call saves."""
+        found: list[float] = self.values[self.structure.layout.columns["tensors"]].tolist()
+        return found
 
     @cached_property
     def counts(self) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ class CallShape:
         before_backward: Column of the live bytes when its backward begins, without what it saved.
         flops: Column of the operations its recomputation runs.
         besides: Column of what its recomputation does besides them, in operations that take as long.
-        seconds: Column of the seconds its recomputation took.
+        tensors: Column of how many tensors it saves, without parameters; 0 where nothing was recomputed.
         given: Column of the bytes of what it is given.
         returned: Column of the bytes of what it returns.
         entry: Column of the live bytes at its start when everything before it is kept, -1 if not recomputed.
@@ -83,7 +83,7 @@ class CallShape:
     before_backward: int
     flops: int
     besides: int
-    seconds: int
+    tensors: int
     given: int
     returned: int
     entry: int = -1
@@ -195,7 +195,6 @@ class LeanShape:
         saved: Column of the bytes it spares between forward and backward.
         work: Column of the operations that rebuilding takes.
         positions: (index of a position inside the call's forward or backward, column of the live bytes there).
-        items: Storages that the call saves, and that are looked at; no part of what makes two steps alike.
         lent: Column of the bytes of what it spares that others hold too for a while, -1 if there are none.
         borrowed: Indices of the loose storages that it keeps alive; no part of what makes two steps alike.
     """
@@ -205,7 +204,6 @@ class LeanShape:
     saved: int
     work: int
     positions: tuple[tuple[int, int], ...]
-    items: int = field(default=0, compare=False)
     lent: int = -1
     borrowed: tuple[int, ...] = field(default=(), compare=False)
 

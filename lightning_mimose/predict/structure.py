@@ -270,19 +270,13 @@ class Structure:
             first.setdefault(shape.call, shape)
         return tuple(first.values())
 
-    def items(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How many tensors every call saves, shape (calls,); zeros if none was looked into.
-
-        Of calls inside those that were it goes by the bytes that they save.
+    def tensors(self, values: NDArray[np.float64]) -> float:
+        """How many tensors are saved in a step, but outside of units and where nothing was ever recomputed.
 
         Args:
             values: Shape (columns,).
         """
-        saved: NDArray[np.float64] = values[[call.saved for call in self.calls]]
-        calls, known = [shape.call for shape in self.surveyed], [shape.items for shape in self.surveyed]
-        found = saved * (sum(known) / max(1.0, float(saved[calls].sum())))
-        found[calls] = known
-        return found
+        return float(values[[call.tensors for call in self.calls if call.region]].sum())
 
     def forward_operations(self, values: NDArray[np.float64]) -> float:
         """Operations of what is trained, in forward; of what is outside units nothing is known.

@@ -16,8 +16,10 @@ from torch.autograd.profiler import profile
 
 from lightning_mimose.actions.patch import is_patched
 from lightning_mimose.engine.core import Engine
+from lightning_mimose.engine.metering import VERIFIED_STEPS
 from lightning_mimose.errors import BudgetInfeasibleError, UnitsError, UnsupportedError
 from lightning_mimose.menu import check_actions
+from lightning_mimose.predict.pace import FEWEST_LAPS, KNOWN_LAPS
 from lightning_mimose.report.record import StepRecord
 from tests.helpers.hub import bert, classified_text, gpt2, language
 from tests.helpers.meter import PeakMeter
@@ -429,6 +431,41 @@ def test_planned_steps_are_measured_only_at_first() -> None:
     assert not any(record.sheltered for record in records)
     assert records[0].measured_peak_bytes is not None
     assert all(record.measured_peak_bytes is None for record in records[6:])
+
+
+def test_steps_that_nobody_measures_tell_the_pace() -> None:
+    """As on an accelerator: a measured one takes several times as long where operations are small."""
+    with attached(TinyText(layers=2)) as engine:
+        learnt(engine, texts())
+        estimator = engine.advisor.estimator
+        measured = estimator.seconds_per_operation()
+        assert estimator.pace.seconds_per_operation is None
+        records = [step(engine, text_batch(4, 44)) for _ in range(VERIFIED_STEPS + FEWEST_LAPS + 3)]
+        assert estimator.pace.seconds_per_operation is not None
+        assert estimator.pace.host_seconds is None, "on a CPU it has no time of its own"
+        assert all(record.cache_hit for record in records[1:])
+        size = engine.advisor.size_of(text_batch(4, 44))
+        for _ in range(KNOWN_LAPS):
+            engine.advisor.learn_pace(size, {}, 1e-9)
+        assert estimator.seconds_per_operation() < measured / 100
+        assert step(engine, text_batch(4, 44)).cache_hit, "a plan that does nothing is the best at any pace"
+
+
+def test_plans_that_act_are_made_anew_at_another_pace() -> None:
+    """What is the cheapest goes by it."""
+    with attached(TinyText(layers=4)) as engine:
+        learnt(engine, texts())
+        advisor, batch = engine.advisor, text_batch(4, 44)
+        peak = advisor.plan(batch).predicted_peak_bytes
+        advisor.budget_bytes = peak - 1
+        size = advisor.size_of(batch)
+        for number in range(2):
+            assert not step(engine, batch).cache_hit
+            record = step(engine, batch)
+            assert record.cache_hit
+            assert record.actions
+            for _ in range(KNOWN_LAPS):
+                advisor.learn_pace(size, record.actions, 1e-9 / 100**number)
 
 
 class Jumps(TinyText):

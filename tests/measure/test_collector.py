@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mimose import Mimose
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
+from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
 from lightning_mimose.measure.trace import RNG_STATE_BYTES, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
@@ -361,3 +362,34 @@ def test_somebody_elses_mode_holds_no_recomputation() -> None:
             assert mimose.records[0].sheltered
             peaks.append(mimose.records[0].measured_peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+class Steps(nn.Module):
+    """Runs its linear layer once for every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loop inside a unit: longer inputs save more tensors."""
+        return torch.stack([self.linear(row).exp() for row in x])
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_saved_tensors_are_counted(rows: int) -> None:
+    """As many as autograd's own hooks see in the block, without parameters; hooks on each of them take time."""
+    model, x = nn.Sequential(Steps(), Steps()), torch.randn(rows, 4)
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model[1](x)
+    trace = recorded(model, x, ["*"], lambda model, batch: model(batch).sum())
+    calls = {call.unit: call for call in trace.calls}
+    assert calls["1"].tensors == sum(seen) > rows
+    seen_as = observe(trace, 0)
+    assert seen_as.structure.tensors(seen_as.values) == calls["0"].tensors + calls["1"].tensors

@@ -59,3 +59,12 @@ def test_the_hosts_time_is_told_only_where_it_had_nothing_to_wait_for(monkeypatc
         ("idle", True),
         ("behind", False),
     ]
+
+
+def test_where_the_host_is_the_device_its_time_is_told_once() -> None:
+    """What it takes for operations is no time of its own."""
+    laps: Laps[str] = Laps(CPU)
+    laps.end(laps.now(), "a step")
+    [(_, seconds, host_seconds)] = laps.over()
+    assert seconds > 0
+    assert host_seconds == 0

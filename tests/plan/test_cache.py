@@ -61,6 +61,22 @@ def test_incumbents_are_of_this_size_and_no_larger_budget() -> None:
     assert cache.incumbents("unknown", 100) == []
 
 
+def test_what_actions_cost_is_no_reason_to_forget_plans_without_any() -> None:
+    """There is no better one, whatever they cost; neither here nor for a larger budget."""
+    cache = PlanCache()
+    nothing = Plan.of({"a": "keep"}, predicted_peak_bytes=30, added_seconds=0.0)
+    cache.put("small", 100, nothing)
+    cache.put("large", 100, plan())
+    cache.put("large", 300, nothing)
+    cache.clear_actions()
+    assert len(cache) == 2
+    assert cache.get("small", 100) == cache.get("large", 300) == nothing
+    assert cache.get("large", 100) is None
+    assert cache.incumbents("large", 300) == [nothing]
+    cache.clear_actions()
+    assert len(cache) == 2
+
+
 def test_replace_only_where_the_old_plan_still_stands() -> None:
     """A late answer must not bring back what was forgotten, nor displace what was planned anew."""
     cache = PlanCache()

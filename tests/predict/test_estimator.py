@@ -556,20 +556,20 @@ def test_the_rate_of_recomputation_is_the_measured_one() -> None:
     estimator = Estimator()
     values = real().values.copy()
     for call in structure().calls:
-        at = [call.seconds, call.flops, call.besides]
-        values[at] = (2.0, 4e8, 6e8) if call.region else (100.0, 1.0, 1.0)
-    estimator.add(text(8)[0], structure(), values)
+        values[[call.flops, call.besides]] = (4e8, 6e8) if call.region else (1.0, 1.0)
+    regions = sum(call.region for call in structure().calls)
+    estimator.add(text(8)[0], structure(), values, seconds=2.0 * regions)
     assert estimator.seconds_per_operation() == pytest.approx(2e-9)
 
 
 def test_what_measuring_takes_is_no_part_of_the_rate() -> None:
     """A small batch's operations take longer beside a meter, each: the largest batch decides."""
-    estimator = Estimator()
+    estimator, regions = Estimator(), sum(call.region for call in structure().calls)
     for size, seconds, operations in (text(2)[0], 1.1, 1e8), (text(8)[0], 2.0, 1e9), (text(16)[0], 5.0, 2e9):
         values = real().values.copy()
         for call in structure().calls:
-            values[[call.seconds, call.flops, call.besides]] = (seconds, operations, 0.0)
-        estimator.add(size, structure(), values)
+            values[[call.flops, call.besides]] = (operations, 0.0)
+        estimator.add(size, structure(), values, seconds=regions * seconds)
     assert estimator.seconds_per_operation() == pytest.approx(2.5e-9)
 
 

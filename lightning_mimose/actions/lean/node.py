@@ -23,13 +23,14 @@ class Node:
         values: What the unit has made so far.
         raw: Autograd's own node.
         depth: Operations between it and the one whose result is wanted.
+        output: See `table.Node`.
     """
 
-    __slots__ = ("_depth", "_values", "dtype", "raw", "shape")
+    __slots__ = ("_depth", "_values", "dtype", "output", "raw", "shape")
 
-    def __init__(self, values: Values, raw: Any, depth: int) -> None:
-        self._values, self.raw, self._depth = values, raw, depth
-        result = raw._input_metadata[0]
+    def __init__(self, values: Values, raw: Any, depth: int, output: int = 0) -> None:
+        self._values, self.raw, self._depth, self.output = values, raw, depth, output
+        result = raw._input_metadata[output]
         if result.is_nested_tensor:  # which may have no shape
             raise MissingError
         self.shape: tuple[int, ...] = tuple(result.shape)

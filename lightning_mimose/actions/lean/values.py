@@ -22,9 +22,11 @@ from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
 """Operations that may lead from what is kept or saved to one tensor."""
-MOST_OPERATIONS = 128
+MOST_OPERATIONS = 384
 """How many may be run for it, what is saved on the way made anew each time, as in a comparison: a loop's states are
-each made from the last, twice in some loops. The most in seven models of `bench.models` was 76."""
+each made from the last, twice in some loops. The most in seven models of `bench.models` was 76, in a GPT-2 whose
+attention is rebuilt from pieces of one projection 145. Where there are more, a survey takes it to be kept in all
+grades, also in those that have less to run."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -152,7 +154,7 @@ class Values:
             known = self._leaves is None or self._leaves.get(id(leaf)) == leaf._version
             return Kept(leaf) if known else None
         entry = TABLE.get(name)
-        if entry is None or output != 0 or depth > LONGEST_CHAIN:
+        if entry is None or (output and not entry.all_outputs) or depth > LONGEST_CHAIN:
             return None
         own = ATTENTION if self.in_scores and name == "BmmBackward0" else entry.grade
         if own > self._grade:
@@ -162,7 +164,7 @@ class Values:
         if entry.needs_first and self._leads_nowhere(node):
             return None
         try:
-            view = Node(self, node, depth)
+            view = Node(self, node, depth, output)
             made: Made | None = entry.make(view)
         except MissingError:
             return None
@@ -196,7 +198,7 @@ class Values:
         )
         if recipe.operations > MOST_OPERATIONS:
             return None
-        recipe.identity = hash((name, *[each.identity for each in inputs]))
+        recipe.identity = hash((name, output, *[each.identity for each in inputs]))
         return recipe
 
     def _leads_nowhere(self, node: Any) -> bool:

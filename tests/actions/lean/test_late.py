@@ -46,6 +46,18 @@ def of_two(watch: Watch, h: Tensor) -> Tensor:
     return gate * h.sin() + other.cos()
 
 
+def in_parts(watch: Watch, h: Tensor) -> Tensor:
+    """Views of one tensor."""
+    a, b = h.chunk(2, -1)
+    return watch(a * watch(torch.sigmoid(a))) * b
+
+
+def in_heads(watch: Watch, h: Tensor) -> Tensor:
+    """Views of views."""
+    a, b = h.view(33, 2, 47).unbind(1)
+    return b * watch(torch.tanh(a).t()).t() * a
+
+
 def much_later(watch: Watch, h: Tensor) -> Tensor:
     """Nobody but autograd has it any more by then."""
     gated = (watch(h.sigmoid()) * h.detach().cos()).cumsum(0)
@@ -61,6 +73,8 @@ GATES: dict[str, Gate] = {
     "erf gelu": erf_gelu,
     "of a sum": of_a_sum,
     "of two": of_two,
+    "in parts": in_parts,
+    "in heads": in_heads,
     "much later": much_later,
 }
 

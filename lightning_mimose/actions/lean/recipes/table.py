@@ -36,6 +36,10 @@ class Node(Protocol):
     """One operation, as recipes see it."""
 
     @property
+    def output(self) -> int:
+        """Which of its results is wanted; the first, but for those that have a recipe for all of them."""
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of its result."""
 
@@ -110,24 +114,26 @@ class Entry(NamedTuple):
         grade: The least grade of lean saves that has it.
         make: Makes the recipe.
         needs_first: Whether nothing can be made without the value of the first input.
+        all_outputs: Whether it is asked for any of the operation's results, not for the first alone.
     """
 
     grade: int
     make: Callable[[Node], Made | None]
     needs_first: bool = False
+    all_outputs: bool = False
 
 
 TABLE: dict[str, Entry] = {}
 
 
 def recipe(
-    *names: str, grade: int = ELEMENTWISE, needs_first: bool = False
+    *names: str, grade: int = ELEMENTWISE, needs_first: bool = False, all_outputs: bool = False
 ) -> Callable[[Callable[[Node], Made | None]], Any]:
     """Enter a recipe for nodes of some names, see `Entry`."""
 
     def enter(make: Callable[[Node], Made | None]) -> Callable[[Node], Made | None]:
         for name in names:
-            TABLE[name] = Entry(grade, make, needs_first)
+            TABLE[name] = Entry(grade, make, needs_first, all_outputs)
         return make
 
     return enter

@@ -60,6 +60,34 @@ def _slice(node: Node) -> Made:
     return Made(cut, (node.edge(0),), VIEW)
 
 
+@recipe("SelectBackward0", needs_first=True)
+def _select(node: Node) -> Made:
+    dim, index = signed(node.field("dim")), signed(node.field("index"))
+    return Made(lambda x: x.select(dim, index), (node.edge(0),), VIEW)
+
+
+@recipe("UnbindBackward0", needs_first=True, all_outputs=True)
+def _unbind(node: Node) -> Made:
+    dim, index = signed(node.field("dim")), node.output
+    return Made(lambda x: x.select(dim, index), (node.edge(0),), VIEW)
+
+
+@recipe("SplitBackward0", needs_first=True, all_outputs=True)
+def _split(node: Node) -> Made:
+    return _piece(node, node.output * node.field("split_size"))
+
+
+@recipe("SplitWithSizesBackward0", needs_first=True, all_outputs=True)
+def _split_with_sizes(node: Node) -> Made:
+    return _piece(node, sum(node.field("split_sizes")[: node.output]))
+
+
+def _piece(node: Node, start: int) -> Made:
+    dim = signed(node.field("dim"))
+    size = node.shape[dim]
+    return Made(lambda x: x.narrow(dim, start, size), (node.edge(0),), VIEW)
+
+
 @recipe("RepeatBackward0", needs_first=True)
 def _repeat(node: Node) -> Made:
     repeats = node.field("repeats")
