@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -918,11 +919,24 @@ def test_what_follows_from_the_dimensions_that_are_named_need_not_be() -> None:
             mimose.plan({"batch": 4, "x:1": 52, "y:1": 52})
 
 
-@pytest.mark.parametrize("actions", [["lean"], ["split"], ["offload"]])
-def test_where_the_actions_asked_for_do_not_do_a_plan_is_the_shelters(actions: list[str]) -> None:
+class Stiff(TinyText):
+    """Of nothing but what lean saves must keep: each tensor is needed, and follows from nothing that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        wide = [(32, 128), (128, 128), (128, 32)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(part for pair in wide for part in (nn.Linear(*pair), nn.Tanh()))) for _ in range(4)
+        )
+
+
+@pytest.mark.parametrize(
+    ("actions", "make"), [(["lean"], Stiff), (["split"], partial(TinyText, 4)), (["offload"], partial(TinyText, 4))]
+)
+def test_where_the_actions_asked_for_do_not_do_a_plan_is_the_shelters(actions: list[str], make: Make) -> None:
     """As in training; a budget may be asked for as it is written, but for a share of a device that nobody named."""
     torch.manual_seed(0)
-    model = TinyText(4)
+    model = make()
     with Mimose(model, budget="1GB", optimizer=adam(model), loss_fn=model_loss, actions=actions) as mimose:
         for length in LENGTHS:
             mimose.step(text_batch(4, length))
@@ -936,6 +950,32 @@ def test_where_the_actions_asked_for_do_not_do_a_plan_is_the_shelters(actions: l
             mimose.plan(size, 0.5)
         with pytest.raises(BudgetError, match="could not be read"):
             mimose.plan(size, "much")
+
+
+def test_lean_saves_alone_do_with_less_than_the_shelter() -> None:
+    """Where blocks keep next to nothing else, there is a plan for less than what a run starts with; and it holds."""
+    torch.manual_seed(0)
+    model, size = TinyText(4), {"batch": 4, "input_ids:1": 60}
+    optimizer, plans = adam(model), list[dict[str, str]]()
+    with Mimose(
+        model,
+        budget="1GB",
+        optimizer=optimizer,
+        loss_fn=model_loss,
+        actions=["lean"],
+        planner=lambda *_: plans[-1] if plans else {},
+    ) as mimose:
+        for length in LENGTHS:
+            mimose.step(text_batch(4, length))
+        least = mimose.smallest_feasible_bytes(size)
+        plans.append({f"layers.{i}": "lean+expansions" for i in range(4)})
+        batch = text_batch(4, 60)
+        with PeakMeter(model, optimizer, batch) as meter:
+            mimose.step(batch)
+        record = mimose.records[-1]
+        assert set(record.actions.values()) == {"lean+expansions"}
+        assert record.predicted_peak_bytes == pytest.approx(meter.peak_bytes, rel=0.002)
+        assert meter.peak_bytes < least
 
 
 def accumulated(

@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lightning_mimose.actions.stored import watched
-from lightning_mimose.actions.trial import WRITES_PARAMETERS, Candidate, Trial, WritesParameterError
+from lightning_mimose.actions.trial import (
+    CHANGES_INPUT,
+    WRITES_PARAMETERS,
+    Candidate,
+    Trial,
+    WritesInputError,
+    WritesParameterError,
+)
 
 CARRIES = "it carries {} from call to call, as its attribute"
 DIFFERS = "its forward saves other tensors when it runs again"
@@ -53,21 +60,26 @@ def prove(call: Candidate, watch: bool = True) -> dict[str, str]:
     return reasons
 
 
-def find_carried(call: Candidate, unknown: Mapping[nn.Module, Sequence[str]]) -> dict[str, str]:
+def find_carried(call: Candidate, unknown: Mapping[nn.Module, Sequence[str]], watch: bool = True) -> dict[str, str]:
     """Run the forward of a unit that was proven once more, and see what it does with activations that it holds.
+
+    As often as that is done in planned steps, it must not take more memory than was planned: inputs are not copied.
 
     Args:
         call: What is run; its state learns which activations are left alone.
         unknown: The activations, names by module.
+        watch: As in `prove`.
 
     Returns:
         Unit -> why it cannot be recomputed, if it goes on from what it left in an earlier call: that is gone by then.
     """
     with watched(unknown) as looks:
         try:
-            failure = call.run(Trial())
+            failure = call.run(Trial(), watch=watch, lend=True)
         except WritesParameterError:
             failure = WRITES_PARAMETERS
+        except WritesInputError:
+            failure = CHANGES_INPUT
     if failure:
         return {call.unit: failure}
     carried = call.state.settings.settle(unknown, looks)

@@ -126,12 +126,17 @@ class WritesParameterError(Exception):
     """
 
 
+class WritesInputError(Exception):
+    """Ends a trial before it writes what it was lent."""
+
+
 class _Watch(ThreadedMode):
     """Sees what a trial writes, and may fill what would be uninitialised."""
 
-    def __init__(self, trial: Trial, modules: Sequence[nn.Module], fill: bool) -> None:
+    def __init__(self, trial: Trial, modules: Sequence[nn.Module], fill: bool, lent: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trial, self._fill = trial, fill
+        self._lent = {tensor.untyped_storage()._cdata for tensor in lent}
         parameters = (p for module in modules for p in module._parameters.values() if p is not None and _is_plain(p))
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
 
@@ -146,6 +151,8 @@ class _Watch(ThreadedMode):
                     for storage in storages_in(kwargs.get(argument.name, named.get(argument.name))):
                         if storage._cdata in self._parameters:
                             raise WritesParameterError
+                        if storage._cdata in self._lent:
+                            raise WritesInputError
                         self._trial.changed(storage)
         out = func(*args, **kwargs)
         for index in _workspaces(func):
@@ -200,13 +207,23 @@ class Candidate:
     state: WrittenState
     enter: Callable[[Trial | None], None]
 
-    def run(self, trial: Trial, *, watch: bool = False, fill: bool = False, lean: LeanSaves | None = None) -> str:
+    def run(
+        self,
+        trial: Trial,
+        *,
+        watch: bool = False,
+        fill: bool = False,
+        lend: bool = False,
+        lean: LeanSaves | None = None,
+    ) -> str:
         """Run it beside the step.
 
         Args:
             trial: Learns what is written, and what is saved, without recipes.
             watch: Whether operators are watched, for what they write; compiled code would be compiled again for it.
             fill: Whether memory is filled that would be uninitialised, if operators are watched.
+            lend: Whether it is given its arguments themselves, if operators are watched, and nothing is noted of what
+                it saves: then it takes no more memory than the call that follows.
             lean: Learns which recipes give the same bits.
 
         Returns:
@@ -216,13 +233,14 @@ class Candidate:
         Raises:
             WritesParameterError: It was about to write a parameter, or gave it other memory, which it has no more.
                 Not where recipes are compared.
+            WritesInputError: It was about to write what it was lent.
         """
         try:
             iterator = iterator_in(self.state.modules())
             if iterator is not None:
                 return f"its forward draws from {iterator}, which cannot be put back"
-            self._run(trial, watch, fill, lean)
-        except MimoseError:
+            self._run(trial, watch, fill, lend and watch, lean)
+        except (MimoseError, WritesInputError):
             raise
         except WritesParameterError:
             if lean is None:
@@ -234,13 +252,15 @@ class Candidate:
             return f"its forward cannot run on copies of its inputs ({type(error).__name__}: {error})"
         return ""
 
-    def _run(self, trial: Trial, watch: bool, fill: bool, lean: LeanSaves | None) -> None:
+    def _run(self, trial: Trial, watch: bool, fill: bool, lend: bool, lean: LeanSaves | None) -> None:
         state, modules = self.state, self.state.modules()
         leaves, spec = flatten((self.args, self.kwargs))
         own = [p for module in modules for p in module._parameters.values() if p is not None]
         memory = [(p, p.detach()) for p in own if _is_plain(p)]
         devices = sorted({t.device.index for t in [*leaves, *own] if isinstance(t, torch.Tensor) and t.is_cuda})
-        copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        lent = [leaf for leaf in leaves if lend and _is_plain(leaf)]
+        give = _lend if lend else _copy
+        copies = [give(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         versions = [leaf._version for leaf in copies if _is_plain(leaf)]
         args, kwargs = unflatten(copies, spec)
         everything = not state.known()  # then all there is gets copied, and what is there besides afterwards is new
@@ -258,9 +278,10 @@ class Candidate:
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
             never = partial(_never, self.unit, trial)
-            stack.enter_context(saved_tensors_hooks(trial.pack if lean is None else lean.pack, never))
+            pack = _drop if lend else trial.pack if lean is None else lean.pack
+            stack.enter_context(saved_tensors_hooks(pack, never))
             if watch:
-                stack.enter_context(_Watch(trial, modules, fill))
+                stack.enter_context(_Watch(trial, modules, fill, lent))
             self.enter(trial)
             try:
                 with trial.call(self.unit, copies):
@@ -332,6 +353,16 @@ def _never(unit: str, trial: Trial, _: Any) -> torch.Tensor:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     # Never a leaf: in-place operations on a leaf that requires gradients are forbidden.
     return tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+
+
+def _lend(tensor: torch.Tensor) -> torch.Tensor:
+    if not _is_plain(tensor):
+        return _copy(tensor)
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    pass
 
 
 def _is_plain(leaf: Any) -> bool:

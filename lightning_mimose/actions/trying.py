@@ -93,7 +93,7 @@ class Findings:
         session = self._session
         session.compared = True
         with session.aside():
-            found = find_carried(self._candidate(args, kwargs), unsettled)
+            found = find_carried(self._candidate(args, kwargs), unsettled, watch=not self._compiled)
         session.refuse(found)
         return bool(found)
 

@@ -259,7 +259,7 @@ class Forecast:
         return with_reserve(self._shelter_bytes(timeline))
 
     def _shelter_bytes(self, timeline: Timeline) -> int:
-        return timeline.peak_bytes(self._sheltered(timeline))
+        return timeline.peak_bytes(self._sheltered(timeline), learns=True)
 
     def _sheltered(self, timeline: Timeline) -> dict[str, str]:
         known = timeline.option_index

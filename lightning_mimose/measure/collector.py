@@ -23,7 +23,7 @@ from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages, Tensors
-from lightning_mimose.measure.trace import IS_GONE, LET_GO, RNG_STATE_BYTES, Call, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, IS_OVER, LET_GO, RNG_STATE_BYTES, Call, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER
@@ -227,6 +227,7 @@ class StepRecorder:
         self._occurrences[unit] = occurrence + 1
         call = Call(unit, occurrence, self._stack[-1] if self._stack else None, action)
         call.inputs = self._storages.bytes_in((args, kwargs))
+        call.first_pack = self.replays.packs
         self._calls.append(call)
         self._stack.append(call)
         call.marks["in"] = self.mark(call.key, "in")
@@ -235,6 +236,8 @@ class StepRecorder:
     def leave(self, call: Call, out: Any, left: Left = NOTHING_LEFT) -> None:
         """End a call in forward, and mark the moment its backward begins."""
         self.inputs.look()
+        if self.replays.packs > call.first_pack:
+            call.last_pack = self.replays.packs - 1
         call.marks["out"] = self.mark(call.key, "out")
         recorder = weakref.ref(self)
 
@@ -309,8 +312,11 @@ class StepRecorder:
                 call.marks["dropped"] = live._curve.latest
                 # What goes with its last reference does so at the same point of every step, and what comes after that
                 # is another stretch; what is in a cycle goes whenever Python looks for those.
-                if not live.replays.in_backward and not live._cycles.searching:
-                    live.mark("step", f"{call.key} dropped")
+                if not live._cycles.searching:
+                    if live.replays.in_backward:
+                        live._curve.cut(call.key, IS_OVER, 0)
+                    else:
+                        live.mark("step", f"{call.key} dropped")
 
         self._regions.append(weakref.ref(region, drops))
         if survey is not None:

@@ -6,6 +6,7 @@ Were every call kept, nothing would hold them in backward; a call that runs agai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from lightning_mimose.measure.trace import LET_GO, Call, StepTrace
 from lightning_mimose.predict.shapes import NEVER, LooseShape
@@ -28,6 +29,36 @@ def loose_inputs(trace: StepTrace) -> dict[int, tuple[int, list[Call]]]:
     return found
 
 
+def held_to_ends(
+    trace: StepTrace, inputs: Mapping[int, tuple[int, Sequence[Call]]], region_of: Mapping[int, Call]
+) -> tuple[StepTrace, dict[int, int]]:
+    """The step as if the last region to hold one of them did so to the end of the interval in which that is over.
+
+    So that it can be taken off the whole interval.
+
+    Args:
+        trace: The recorded step.
+        inputs: See `loose_inputs`.
+        region_of: Identity of a call -> the region that it is in.
+
+    Returns:
+        That step; and storage id -> that interval.
+    """
+    besides, until = [0] * len(trace.pieces), dict[int, int]()
+    for number, (size, calls) in inputs.items():
+        if number in trace.outlived or trace.let_go.get(number) == NEVER:
+            continue
+        regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
+        over = max((at for call in regions if (at := trace.over(call)) is not None), default=None)
+        if over is None or any(call.held_until >= trace.pieces[over].mark for call in regions):
+            continue
+        until[number] = trace.pieces[over].mark
+        for index in trace.pieces_of[until[number]]:
+            besides[index] += size if index >= over else 0
+    pieces = [piece.beside(nbytes) for piece, nbytes in zip(trace.pieces, besides, strict=True)]
+    return (replace(trace, pieces=tuple(pieces)) if until else trace), until
+
+
 def _given(trace: StepTrace, index: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Storage id -> indices of all calls that were given it."""
     found: dict[int, list[int]] = {}
@@ -43,6 +74,7 @@ def loose_shapes(
     region_of: Mapping[int, Call],
     order: Sequence[int],
     pieces: Sequence[int],
+    until: Mapping[int, int],
     add: Callable[[float], int],
 ) -> tuple[LooseShape, ...]:
     """What becomes of them.
@@ -53,6 +85,7 @@ def loose_shapes(
         region_of: Identity of a call -> the region that it is in.
         order: Identities of all calls.
         pieces: Peaks of the trace's pieces, see `endings`.
+        until: Until when they are there, where that is another interval than that of the region, see `held_to_ends`.
         add: Adds a column, and returns its index.
     """
     index = {identity: i for i, identity in enumerate(order)}
@@ -71,7 +104,7 @@ def loose_shapes(
                 size=add(size),
                 holders=tuple(index[id(call)] for call in holders),
                 until_time=max((call.marks["backward"] for call in regions), default=-1),
-                lasts_until=max((call.held_until for call in regions), default=-1),
+                lasts_until=until.get(number, max((call.held_until for call in regions), default=-1)),
                 since_time=None if let_go is None else min(let_go + 1, NEVER),
                 ending=add(ends.get(number, 0)),
                 outlives=number in trace.outlived,

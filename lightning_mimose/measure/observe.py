@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from lightning_mimose.measure.handing import handing_shapes, handings
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
-from lightning_mimose.measure.loose import loose_inputs, loose_shapes
+from lightning_mimose.measure.loose import held_to_ends, loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import rebuilding_bytes, savings
-from lightning_mimose.measure.trace import Call, StepTrace
+from lightning_mimose.measure.trace import IS_LAST, Call, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
@@ -72,10 +72,12 @@ def observe(
     levels = [i.level_bytes - m.new_gradient_bytes for i, m in zip(trace.intervals, trace.marks, strict=True)]
     state_bytes = trace.random_state_bytes
     region_of = {id(call): _region(call) for call in trace.calls}
+    inputs, peak_bytes = loose_inputs(trace), trace.peak_bytes
+    trace, until = held_to_ends(trace, inputs, region_of)
     by_call = _saved_by(trace.calls, region_of, state_bytes)
     saved = {key: each.nbytes for key, each in by_call.items()}
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
-    holding = _held_until(trace.calls, region_of)
+    holding = _held_until(trace, region_of)
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
@@ -86,6 +88,7 @@ def observe(
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
         tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
+    working: Groups
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -94,12 +97,13 @@ def observe(
         region = region_of[id(call)]
         again = call.marks.get("again")
         if again is None or "backward" not in call.marks:
-            working: Groups = ((0,),)
+            working = ((0,),)
         else:
             end = call.marks.get("again_out", again + 1)
             # Recomputed itself, it would keep the present random state aside meanwhile, as its region does.
             beside = 0 if call is region else state_bytes
-            working = moved(joined(tops[again:end]), beside - levels[again])
+            needed = _until_last(trace, tops, call, region) or joined(tops[again:end])
+            working = moved(needed, beside - levels[again])
         is_region = call is region and again is not None
         at = call.marks.get("backward")
         entry = lean = -1
@@ -203,8 +207,7 @@ def observe(
             )
         )
     units = tuple(dict.fromkeys(call.unit for call in trace.calls))
-    inputs = loose_inputs(trace)
-    loose = loose_shapes(trace, inputs, region_of, list(shapes), pieces, columns.add)
+    loose = loose_shapes(trace, inputs, region_of, list(shapes), pieces, until, columns.add)
     place = {number: i for i, number in enumerate(inputs)}
     structure = Structure(
         units=units,
@@ -235,10 +238,20 @@ def observe(
     return Observation(
         structure,
         np.array(columns.values),
-        trace.peak_bytes,
+        peak_bytes,
         Maxima.of(columns.maxima),
         sum(call.seconds for call in regions),
     )
+
+
+def _until_last(trace: StepTrace, tops: Sequence[Groups], call: Call, region: Call) -> Groups:
+    """What is there in a recomputation until the last tensor that a call saves; nothing where that is not known."""
+    at = trace.ends.get((region.key, IS_LAST, call.last_pack - region.first_pack))
+    if at is None or call.last_pack < 0:
+        return ()
+    last = trace.pieces[at].mark
+    begun = tops[last][: trace.pieces_of[last].index(at)]
+    return joined([*tops[call.marks["again"] : last], begun])
 
 
 def _region(call: Call) -> Call:
@@ -249,10 +262,12 @@ def _region(call: Call) -> Call:
     return next((outer for outer in reversed(around) if outer.action == RECOMPUTE), around[-1])
 
 
-def _held_until(calls: tuple[Call, ...], region_of: dict[int, Call]) -> dict[int, int]:
+def _held_until(trace: StepTrace, region_of: dict[int, Call]) -> dict[int, int]:
     """Until when recomputed calls hold what they are given: regions do so themselves, parts go with theirs."""
-    found = {id(call): call.held_until for call in calls}
-    for call in calls:
+    over = {id(call): at for call in trace.calls if (at := trace.over(call)) is not None}
+    found = {id(call): call.held_until for call in trace.calls}
+    found |= {identity: max(found[identity], trace.pieces[at].mark) for identity, at in over.items()}
+    for call in trace.calls:
         around = call.parent
         while around is not None and around is not region_of[id(call)]:
             found[id(around)] = max(found[id(around)], call.held_until)

@@ -18,7 +18,7 @@ from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, RNG_STATE_BYTES, Call, LeanItem, ResultItem
+from lightning_mimose.measure.trace import IS_GONE, IS_LAST, RNG_STATE_BYTES, Call, LeanItem, ResultItem
 from lightning_mimose.parts import plain_parts
 
 
@@ -61,6 +61,7 @@ class Replays:
         count_flops: Whether to count operations.
 
     Attributes:
+        packs: How many tensors regions have saved in the step's forward so far.
         in_backward: Whether the step's backward has begun.
         passes_apart: Whether a region was recomputed for another pass than the step's own: a second one over the same
             graph, or one in the midst of the forward.
@@ -76,6 +77,7 @@ class Replays:
         none inside it."""
         self._stack: list[Call] = []
         self._flops_before: dict[str, tuple[int, int]] = {}
+        self.packs = 0
         self.in_backward = self.passes_apart = self._early = False
 
     @property
@@ -119,6 +121,7 @@ class Replays:
                 if number not in call.packed:
                     call.packed[number] = storage.nbytes()
                     watches[number] = weakref.ref(storage, partial(goes, number=number))
+            self.packs += 1
             slot = _Slot(pack_outer(tensor))
             slots.append(weakref.ref(slot, partial(is_lost, index=len(slots))))
             return slot
@@ -149,6 +152,8 @@ class Replays:
         slots: list[weakref.ref[_Slot]] = []
 
         def pack(tensor: torch.Tensor) -> Any:
+            if len(slots) in lasts:  # where a recomputation of that call alone would stop
+                self._curve.cut(call.key, IS_LAST, len(slots))
             is_lost = len(slots) in call.lost
             if self._stack:
                 found = {self._storages.number(each): each.nbytes() for each in self._saved_in(tensor)}
@@ -169,7 +174,9 @@ class Replays:
         def unpack(slot: _Slot) -> Any:
             return unpack_outer(slot.packed)
 
-        self._expected = iter([c for c in self._calls if c is not call and c.within(call)])
+        inside = [c for c in self._calls if c.within(call)]
+        lasts = {c.last_pack - call.first_pack for c in inside}
+        self._expected = iter([c for c in inside if c is not call])
         self._stack = [call]
         around = _Held()
         self._curve.hold(around, RNG_STATE_BYTES)  # the checkpoint keeps the present random state aside meanwhile

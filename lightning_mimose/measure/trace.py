@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -40,6 +40,8 @@ class Call:
         lent: Those of them that were not among its arguments: weights that were made in the step.
         saved: Storage id -> bytes that this call itself (no nested call) saved for backward.
         packed: Storage id -> bytes of what the forward of a region would have saved.
+        first_pack: How many tensors regions had saved in the step's forward before it.
+        last_pack: Which of them, counted from 0, was the last that it saved itself; -1 where it saved none.
         lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when that
             returned, for nothing leads to it from the result (the choice that a router makes) -> the interval in which
             it went.
@@ -74,6 +76,8 @@ class Call:
     lent: dict[int, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
+    first_pack: int = 0
+    last_pack: int = -1
     lost: Mapping[int, int] = field(default_factory=dict)
     idle: list[tuple[int, int, int]] = field(default_factory=list)
     copied_bytes: int = 0
@@ -196,8 +200,10 @@ class ResultItem:
 
 
 DIES, IS_USED, IS_GONE, LET_GO = "dies", "is used", "is gone", "is let go of"
+IS_LAST, IS_OVER = "is the last", "is over"
 """What happens to an item: its forward lets go of it, backward asks for it. To what a region returned or would have
-saved, by the id of its storage: nobody holds it any more. And to inputs: nobody but regions does."""
+saved, by the id of its storage: nobody holds it any more. To inputs: nobody but regions does. And to what a region's
+recomputation saves, counted from 0: a call in it saves no more. To a region: nothing of its graph is left."""
 
 
 Event: TypeAlias = tuple[str, str, int]
@@ -228,6 +234,18 @@ class Piece:
     def tops(self) -> tuple[int, ...]:
         """Local maxima in it, or at least the largest one."""
         return self.tops_bytes or (self.peak_bytes,)
+
+    def beside(self, nbytes: int) -> Piece:
+        """The same with so many bytes besides."""
+        if not nbytes:
+            return self
+        return replace(
+            self,
+            level_bytes=self.level_bytes + nbytes,
+            peak_bytes=self.peak_bytes + nbytes,
+            rest_bytes=None if self.rest_bytes is None else self.rest_bytes + nbytes,
+            tops_bytes=tuple([top + nbytes for top in self.tops_bytes]),
+        )
 
 
 @dataclass(frozen=True)
@@ -296,6 +314,11 @@ class StepTrace:
             found[piece.mark].append(index)
         return found
 
+    def over(self, call: Call) -> int | None:
+        """Index of the piece that is opened by the end of a region in backward, if it cuts an interval."""
+        index = self.ends.get((call.key, IS_OVER, 0))
+        return index if index is not None and self.pieces[index].mark == call.marks.get("dropped") else None
+
     @cached_property
     def opened(self) -> dict[str, list[int]]:
         """Keys of calls -> the indices of pieces that are opened by what happens to theirs."""
@@ -307,9 +330,11 @@ class StepTrace:
 
     @cached_property
     def ends(self) -> dict[Event, int]:
-        """Ends of what regions returned that cut an interval -> index of the piece that each opens."""
+        """Ends of regions, and of what they return or save again, that cut an interval -> the piece that each opens."""
         opened = ((piece.event, index) for index, piece in enumerate(self.pieces))
-        return {event: index for event, index in opened if event is not None and event[1] == IS_GONE}
+        return {
+            event: index for event, index in opened if event is not None and event[1] in (IS_GONE, IS_LAST, IS_OVER)
+        }
 
     def reached_without(self, index: int) -> int:
         """Largest bytes in a piece after what opens it has gone: it is told right before, and is there at its start.

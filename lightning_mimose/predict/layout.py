@@ -48,8 +48,9 @@ class Layout:
     @cached_property
     def columns(self) -> dict[str, Ints]:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
+        calls = self.structure.calls
         names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent", "tensors")
-        return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
+        return {name: np.array([getattr(c, name) for c in calls], dtype=np.intp) for name in names}
 
     @cached_property
     def marks(self) -> tuple[NDArray[np.int64], Ints]:
@@ -79,6 +80,20 @@ class Layout:
         inside = [np.flatnonzero((c.in_time <= times) & (times < c.out_time) & forward) for c in structure.calls]
         call = np.repeat(np.arange(len(inside)), [len(positions) for positions in inside])
         return call, np.concatenate([np.zeros(0, dtype=np.intp), *inside])
+
+    def whole(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What running a region again to its end takes above its start, of which `working` is a part; shape (calls,).
+
+        Args:
+            values: Shape (columns,).
+        """
+        call, position = self.in_forward
+        column, entry, _, _ = self.structure.arrays
+        own = np.array([each.entry if each.region else -1 for each in self.structure.calls], dtype=np.intp)
+        found: NDArray[np.int64] = values[self.columns["working"]]
+        here = (own[call] >= 0) & (own[call] == entry[position]) & (found[call] > 0)
+        np.maximum.at(found, call[here], values[column[position[here]]])
+        return found
 
     @cached_property
     def lean_of(self) -> dict[tuple[str, str], list[int]]:

@@ -59,7 +59,7 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     value = whole_bytes(values)
     base = np.append(levels(structure, value, resident)[2], resident.update_bytes)
     times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
-    for number, nbytes, gone in mortal(structure, value, times, backward):
+    for number, nbytes, gone, _ in mortal(structure, value, times, backward):
         base -= np.where(gone & (times <= structure.loose[number].lasts_until), nbytes, 0)
     return Timeline(
         units=structure.units,
@@ -73,29 +73,62 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     )
 
 
+def ending_apart(structure: Structure, value: NDArray[np.int64]) -> list[int]:
+    """Times of positions that were highest both before and after loose storages are let go of, as far as is known.
+
+    What is there before that has them in it, whoever holds them; what is there afterwards does if an option holds them.
+
+    Args:
+        structure: The step's shape.
+        value: Shape (columns,); the fitted columns for its size.
+    """
+    ends: dict[int, tuple[int, int]] = {}
+    for loose in structure.loose:
+        if loose.was_held and not loose.lasts and loose.since_time is not None and loose.ends_there:
+            ending, size = ends.get(loose.since_time - 1, (0, 0))
+            ends[loose.since_time - 1] = ending + int(value[loose.ending]), size + int(value[loose.size])
+    return [time for time, (ending, size) in ends.items() if 0 < ending < size]
+
+
 def mortal(
-    structure: Structure, value: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_]
-) -> Iterator[tuple[int, int, NDArray[np.bool_]]]:
-    """What of loose storages is gone at some positions, if no chosen option holds it: (number, bytes, where)."""
+    structure: Structure,
+    value: NDArray[np.int64],
+    when: NDArray[np.int64],
+    backward: NDArray[np.bool_],
+    later: NDArray[np.bool_] | None = None,
+) -> Iterator[tuple[int, int, NDArray[np.bool_], bool]]:
+    """What of loose storages is gone at some positions, if no chosen option holds it.
+
+    Args:
+        structure: The step's shape.
+        value: Shape (columns,); the fitted columns for its size.
+        when: Shape (positions,); their times.
+        backward: Shape (positions,); which of them are in backward.
+        later: Shape (positions,); which of them are second ones, see `ending_apart`. None for none.
+
+    Yields:
+        Its number, bytes, where, and whether it is there if an option holds it.
+    """
+    later = np.zeros(len(when), dtype=np.bool_) if later is None else later
     for number, loose in enumerate(structure.loose):
         if loose.was_held and loose.lasts:
             continue  # it is there, whoever holds it besides
         size, ending = int(value[loose.size]), int(value[loose.ending])
         if not loose.was_held:  # what was measured after its last use is without it
-            yield number, size, backward | (when >= max(structure.calls[i].out_time for i in loose.holders))
+            yield number, size, backward | (when >= max(structure.calls[i].out_time for i in loose.holders)), True
             continue
         if loose.since_time is None:
             # In a second forward of the step, not in the backward before it.
-            yield number, size, backward & (when >= min(structure.calls[i].in_time for i in loose.holders))
+            yield number, size, backward & (when >= min(structure.calls[i].in_time for i in loose.holders)), True
             continue
         after, within = when >= loose.since_time, when == loose.since_time - 1
-        if not ending or not loose.ends_there:
-            yield number, size, after
-        elif ending == size:
-            yield number, size, after | within
+        if not loose.ends_there:
+            yield number, size, after, True
+        elif ending == size and not np.any(within & later):
+            yield number, size, after | within, True
         else:
-            yield number, size, after
-            yield number, ending, within
+            yield number, size, after | (within & later), True
+            yield number, ending, within & ~later, False
 
 
 class Rows:
@@ -140,10 +173,13 @@ class Rows:
             for i in self.calls_of[unit]
             if structure.calls[i].backward_time in places
         }
+        at = dict(zip(structure.times.tolist(), range(len(structure.positions)), strict=True))
+        self.apart = [at[time] for time in ending_apart(structure, self.value) if time in at]
         self.options: list[Option] = []
         # Tens of megabytes for hundreds of units: each row is written once, where it stays.
         self.relief = np.empty(
-            (kinds * len(structure.units), len(structure.positions) + len(self.again) + 1), dtype=np.int64
+            (kinds * len(structure.units), len(structure.positions) + len(self.again) + len(self.apart) + 1),
+            dtype=np.int64,
         )
         self.runs_again: list[tuple[int, int, int]] = []
         """(option, call, what its recomputation takes)."""
@@ -206,9 +242,12 @@ class Rows:
         }
 
     def timeline(self) -> Timeline:
-        """Add a position for every call that runs again, which binds only if it does, and one for the update."""
+        """Add a position for every call that runs again, which binds only if it does, and one for the update.
+
+        And those that are looked at twice, see `ending_apart`.
+        """
         structure, value, options = self.structure, self.value, self.options
-        count, places = len(structure.positions), np.array(list(self.again.values()), dtype=np.intp)
+        count, places = len(structure.positions), np.array([*self.again.values(), *self.apart], dtype=np.intp)
         again = [structure.calls[i] for i in self.again]
         relief = self.relief[: len(options)]
         relief[:, count:-1] = np.take(relief, places, axis=1)
@@ -227,11 +266,18 @@ class Rows:
         options_, columns, amounts = np.array(due, dtype=np.int64).reshape(-1, 3).T
         relief[options_, columns] = amounts
         more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
-        base = np.concatenate([self.base, np.array([*more, self.resident.update_bytes], dtype=np.int64)])
-        times = (*structure.times.tolist(), *(call.backward_time for call in again), -1)
-        backward = np.concatenate([self.backward, np.ones(len(again), dtype=np.bool_), [False]])
-        shared = self._shared(base, np.array(times), backward)
-        labels = (*structure.layout.labels, *(f"recomputation of {c.key}" for c in again))
+        base = np.array([*self.base, *more, *self.base[self.apart], self.resident.update_bytes], dtype=np.int64)
+        twice = structure.times[self.apart].tolist()
+        times = (*structure.times.tolist(), *(call.backward_time for call in again), *twice, -1)
+        within = np.ones(len(again), dtype=np.bool_)
+        backward = np.concatenate([self.backward, within, self.backward[self.apart], [False]])
+        later = np.zeros(len(base), dtype=np.bool_)
+        later[count + len(again) : -1] = True
+        shared = self._shared(base, np.array(times), backward, later)
+        ending = np.zeros(len(base), dtype=np.int64)
+        ending[count : count + len(again)] = (structure.layout.whole(value) - self.working)[list(self.again)]
+        own = structure.layout.labels
+        labels = (*own, *(f"recomputation of {c.key}" for c in again), *(own[i] for i in self.apart))
         return Timeline(
             units=structure.units,
             parents=structure.parents,
@@ -241,6 +287,7 @@ class Rows:
             shared=tuple(shared),
             labels=(*labels, "optimizer step"),
             times=times,
+            ending_bytes=ending,
         )
 
     def _others_spared(self, index: int) -> int:
@@ -252,7 +299,11 @@ class Rows:
         return sum(self.saved[i] for i in members if i != index and alive[i, place])
 
     def _shared(
-        self, base: NDArray[np.int64], when: NDArray[np.int64], backward: NDArray[np.bool_]
+        self,
+        base: NDArray[np.int64],
+        when: NDArray[np.int64],
+        backward: NDArray[np.bool_],
+        later: NDArray[np.bool_],
     ) -> Sequence[SharedHold]:
         """What only chosen options hold; takes it out of the base."""
         structure = self.structure
@@ -263,9 +314,11 @@ class Rows:
         for option, number, index in self.borrows:
             borrowers.setdefault((number, index), []).append(option)
         shared = []
-        for number, nbytes, gone in mortal(structure, self.value, when, backward):
+        for number, nbytes, gone, is_held in mortal(structure, self.value, when, backward, later):
             loose = structure.loose[number]
             base -= np.where(gone & (when <= loose.lasts_until), nbytes, 0)
+            if not is_held:
+                continue
             holders: dict[int, NDArray[np.bool_]] = {}
             for index in sorted(loose.holders, key=lambda i: -structure.calls[i].held_until):
                 for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):

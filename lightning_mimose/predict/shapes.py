@@ -52,7 +52,8 @@ class CallShape:
         out_time: When its forward ends.
         backward_time: When its backward begins, or `NEVER`.
         saved: Column of the bytes that recomputing it frees between forward and backward.
-        working: Column of the peak of its forward while everything it saves is kept, above its start.
+        working: Column of the peak of its forward while everything it saves is kept, above its start, up to the last
+            tensor that it saves: there a recomputation stops, but for those of steps that learn.
         before_backward: Column of the live bytes when its backward begins, without what it saved.
         flops: Column of the operations its recomputation runs.
         besides: Column of what its recomputation does besides them, in operations that take as long.

@@ -70,6 +70,8 @@ class Timeline:
         shared: Storages that several options would hold, each counted once.
         labels: One readable name per position.
         times: When each position is, in ranks of the marks of a measured step; -1 for the update. Empty if not known.
+        ending_bytes: Shape (positions,), int64. What a recomputation takes besides if it runs to its end, as in steps
+            that learn, and does not stop at the last tensor that is needed. None if not known.
 
     Example:
         >>> import numpy as np
@@ -92,6 +94,7 @@ class Timeline:
     shared: tuple[SharedHold, ...]
     labels: tuple[str, ...]
     times: tuple[int, ...] = ()
+    ending_bytes: NDArray[np.int64] | None = None
 
     @cached_property
     def option_index(self) -> dict[tuple[str, str], int]:
@@ -150,9 +153,15 @@ class Timeline:
                         break
         return level
 
-    def peak_bytes(self, actions: Mapping[str, str]) -> int:
-        """The step's peak under a plan's actions, resident bytes included."""
-        return int(self.level_bytes(self.chosen(actions)).max())
+    def peak_bytes(self, actions: Mapping[str, str], *, learns: bool = False) -> int:
+        """The step's peak under a plan's actions, resident bytes included.
+
+        Args:
+            actions: Unit -> action; units that are not named are kept.
+            learns: Whether recomputations run to their end.
+        """
+        level = self.level_bytes(self.chosen(actions))
+        return int((level if not learns or self.ending_bytes is None else level + self.ending_bytes).max())
 
     def peak_position(self, actions: Mapping[str, str]) -> str:
         """The label of the position at which the peak is reached."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mimose.actions.proof import DIFFERS, WRITES_PARAMETERS, prove
+from lightning_mimose.actions.proof import CARRIES, DIFFERS, WRITES_PARAMETERS, find_carried, prove
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.trial import CHANGES_INPUT, COLLECTIVE, Candidate, Trial
 from lightning_mimose.measure.meters.profiler import ProfilerMeter
@@ -301,3 +301,49 @@ def test_parts_of_a_unit_that_could_not_be_run_are_still_to_be_proven() -> None:
     reasons = prove(Candidate("unit", around.forward, (x,), {}, WrittenState(around), trials.append))
     assert reasons == {"unit": WRITES_PARAMETERS}
     assert not inside.known()
+
+
+class Keeping(Base):
+    """Keeps an activation as an attribute, and goes on from it or not; later calls may change what they are given."""
+
+    def __init__(self, *, goes_on: bool = False) -> None:
+        super().__init__()
+        self.goes_on, self.writes = goes_on, False
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        if self.writes:
+            x.mul_(2)
+        y = super().forward(x)
+        if self.goes_on and self.kept is not None:
+            y = y + self.kept
+        self.kept = y * 1
+        return y
+
+
+@pytest.mark.parametrize(("goes_on", "writes"), [(False, False), (True, False), (False, True)])
+def test_looking_for_what_is_carried_on_takes_no_more_than_the_call(goes_on: bool, writes: bool) -> None:
+    """It is given its inputs themselves, and is ended before it writes one."""
+    unit, x = Keeping(goes_on=goes_on), torch.randn(64, WIDTH, requires_grad=True) * 1
+    unit(x)
+    candidate = Candidate("unit", unit.forward, (x,), {}, WrittenState(unit), lambda trial: None)
+    assert prove(candidate) == {}
+    unit.writes, given, kept = writes, x.detach().clone(), unit.kept
+
+    def allocated(run: Callable[[], Any]) -> int:
+        meter = ProfilerMeter()
+        meter.start()
+        found.append(run())
+        return max(piece.peak_bytes for piece in meter.stop())
+
+    found: list[Any] = []
+    taken = allocated(lambda: find_carried(candidate, {unit: ["kept"]}))
+    reasons = {(True, False): CARRIES.format("'kept'"), (False, True): CHANGES_INPUT}
+    expected = reasons.get((goes_on, writes))
+    assert found[0] == ({} if expected is None else {"unit": expected})
+    assert torch.equal(x, given)
+    assert unit.kept is kept
+    if not writes:
+        with torch.random.fork_rng():
+            assert taken < allocated(lambda: unit(x)) + x.nbytes // 2

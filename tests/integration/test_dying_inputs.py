@@ -237,6 +237,22 @@ def test_the_first_planned_step_knows_when_inputs_die(share: float) -> None:
     check(Encoder, share, None)
 
 
+@pytest.mark.parametrize("actions", [
+    {"3.self_attn": "recompute"},
+    {"0": "recompute", "3.self_attn": "recompute"},
+    {"0": "lean+products", "1.self_attn": "recompute", "3.self_attn": "recompute"},
+    {"0": "recompute", "1": "recompute", "2": "recompute", "3": "recompute"},
+])  # fmt: skip
+def test_a_part_of_the_last_block_holds_what_the_block_was_given(actions: dict[str, str]) -> None:
+    """Kept, nobody holds that: it goes as the block returns, and its part's backward is measured in its block's."""
+    named = {f"encoder.layers.{name}": action for name, action in actions.items()}
+    done = train(Encoder, [*batches(), *batches()], 10**9, loss_fn=loss_of, planner=lambda *_: named)
+    assert len(errors(done)) > 24
+    assert max(errors(done)) < 1e-4
+    assert done.mimose is not None
+    assert dict(done.mimose.records[-1].actions) == named
+
+
 def test_masks_of_two_kinds() -> None:
     """Gemma 2 hands its blocks two masks in turn; a dictionary holds both until its last block is done."""
     architecture = ARCHITECTURES["gemma2"]

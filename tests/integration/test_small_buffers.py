@@ -54,3 +54,35 @@ def test_pruned_weights_are_predicted_and_held(share: float) -> None:
     assert any(".mlp" in unit for record in callback.records for unit in record.actions)
     assert same(plain.state_dict(), ours.state_dict())
     assert not torch.equal(ours.state_dict()["model.layers.0.qkv.weight_orig"], pruned().layers[0].qkv.weight_orig)
+
+
+@pytest.mark.parametrize("actions", [
+    {"0": "lean+expansions", "2.mlp": "recompute"},
+    {"0": "recompute", "1": "recompute", "2.mlp": "recompute"},
+    {"0": "recompute", "1": "recompute", "2": "recompute"},
+])  # fmt: skip
+def test_weights_that_modules_keep_are_looked_at_without_more_memory(actions: dict[str, str]) -> None:
+    """Whether calls go on from them is found out beside planned steps, and recomputations end with what is saved."""
+    pl.seed_everything(0, verbose=False)
+    named = {f"model.layers.{name}": action for name, action in actions.items()}
+    meter, callback = MeterCallback(), MimoseCallback("1GB", planner=lambda *_: named)
+    data = [text_batch(4, length, number) for number, length in enumerate(LENGTHS)]
+    quiet_trainer(meter, callback, max_epochs=2).fit(Task(pruned()), loader(data))
+    planned = [(r, peak) for r, peak in zip(callback.records, meter.peaks, strict=True) if not r.sheltered]
+    assert len(planned) >= 24
+    for record, peak in planned:
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=1e-4)
+        assert dict(record.actions) == named
+
+
+def test_a_run_that_starts_with_the_least_budget_learns_within_it() -> None:
+    """Its recomputations run to their end, further than those of planned steps."""
+    _, _, callback = fitted(10**9)
+    assert callback is not None
+    longest = {"batch": 4, "input_ids:1": max(LENGTHS)}
+    least = callback.smallest_feasible_bytes(longest)
+    _, measured, fresh = fitted(least)
+    assert fresh is not None
+    learning = [peak for record, peak in zip(fresh.records, measured.peaks, strict=True) if record.sheltered]
+    assert learning
+    assert max(measured.peaks) <= least
