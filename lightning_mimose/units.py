@@ -139,8 +139,9 @@ def _calls_generated(kind: type) -> bool:
 
 def _named_by_forward(kind: Any) -> list[object]:
     """What the forward of a class of modules names, of what is global there."""
-    code = getattr(kind.forward, "__code__", None)
-    known = getattr(kind.forward, "__globals__", {})
+    # Looked up without binding: the descriptor of a ScriptModule's class refuses to be read.
+    forward = getattr_static(kind, "forward", None)
+    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     return [known.get(name) for name in code.co_names] if code is not None else []
 
 
@@ -175,7 +176,6 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def _is_candidate(module: nn.Module) -> bool:
     """Whether a module may hold more than it is given: not a container, not a single elementary layer."""
     module = _uncompiled(module)
-    # Looked up without binding: the descriptor of a ScriptModule's class refuses to be read.
     if isinstance(module, CONTAINERS) or getattr_static(own_class(module), "forward") is nn.Module.forward:
         return False
     if isinstance(module, _HEAVY_LEAVES) or any(True for _ in module.children()):

@@ -73,9 +73,10 @@ def find_carried(call: Candidate, unknown: Mapping[nn.Module, Sequence[str]], wa
     Returns:
         Unit -> why it cannot be recomputed, if it goes on from what it left in an earlier call: that is gone by then.
     """
+    trial = Trial()
     with watched(unknown) as looks:
         try:
-            failure = call.run(Trial(), watch=watch, lend=True)
+            failure = call.run(trial, watch=watch, lend=True) or trial.reasons.get(call.unit)
         except WritesParameterError:
             failure = WRITES_PARAMETERS
         except WritesInputError:

@@ -142,7 +142,8 @@ class Curve:
 
     def stop(self) -> Measured | None:
         """Stop the meter; None if nothing was measured."""
-        assert self._meter is not None
+        if self._meter is None:  # it could not be started
+            return None
         pieces = self._meter.stop()
         if self._missed or len(pieces) != len(self._owners):
             # Backward ran in another thread, or a profiler of the user's own began inside the step and took the session

@@ -247,7 +247,8 @@ def observe(
 def _until_last(trace: StepTrace, tops: Sequence[Groups], call: Call, region: Call) -> Groups:
     """What is there in a recomputation until the last tensor that a call saves; nothing where that is not known."""
     at = trace.ends.get((region.key, IS_LAST, call.last_pack - region.first_pack))
-    if at is None or call.last_pack < 0:
+    # What is idle stays to the end, in this step and others that look at the graph, and in no column besides.
+    if at is None or call.last_pack < 0 or region.idle:
         return ()
     last = trace.pieces[at].mark
     begun = tops[last][: trace.pieces_of[last].index(at)]

@@ -200,10 +200,13 @@ class ResultItem:
 
 
 DIES, IS_USED, IS_GONE, LET_GO = "dies", "is used", "is gone", "is let go of"
-IS_LAST, IS_OVER = "is the last", "is over"
 """What happens to an item: its forward lets go of it, backward asks for it. To what a region returned or would have
 saved, by the id of its storage: nobody holds it any more. To inputs: nobody but regions does. And to what a region's
-recomputation saves, counted from 0: a call in it saves no more. To a region: nothing of its graph is left."""
+recomputation saves, counted from 0: `IS_LAST`. To a region: `IS_OVER`."""
+IS_LAST = "is the last"
+"""A call in the recomputation saves no more."""
+IS_OVER = "is over"
+"""Nothing of a region's graph is left."""
 
 
 Event: TypeAlias = tuple[str, str, int]

@@ -48,9 +48,8 @@ class Layout:
     @cached_property
     def columns(self) -> dict[str, Ints]:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
-        calls = self.structure.calls
         names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent", "tensors")
-        return {name: np.array([getattr(c, name) for c in calls], dtype=np.intp) for name in names}
+        return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
 
     @cached_property
     def marks(self) -> tuple[NDArray[np.int64], Ints]:

@@ -253,6 +253,62 @@ def test_a_part_of_the_last_block_holds_what_the_block_was_given(actions: dict[s
     assert dict(done.mimose.records[-1].actions) == named
 
 
+class Sub(nn.Module):
+    """Ends with far more than it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two layers, and a sum over many copies."""
+        y: torch.Tensor = x + self.second(torch.tanh(self.first(x)))
+        return y + y.repeat(1, 1, 40).reshape(*y.shape, 40).sum(-1) * 0.01
+
+
+class Router(nn.Module):
+    """What it saves for its choice goes at once in forward, and stays in a recomputation that is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.part = nn.Linear(WIDTH, 16 * WIDTH), Sub()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing leads back to the choice."""
+        choice = torch.tanh(self.gate(x)).exp().argmax(-1, keepdim=True)
+        found: torch.Tensor = self.part(x) + 0.0 * choice
+        return found
+
+
+class Routers(nn.Module):
+    """Four of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(64, WIDTH), nn.ModuleList(Router() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("actions", [None, ["recompute"]])
+def test_steps_that_learn_stay_inside_the_least_budget(actions: list[str] | None) -> None:
+    """Their recomputations run to their end, with all that is idle there."""
+    first = train(Routers, batches(), 10**9, loss_fn=loss_of, actions=actions)
+    assert first.mimose is not None
+    least = first.mimose.smallest_feasible_bytes({"batch": BATCH, "ids:1": 64})
+    pairs = [(r.size, peak) for r, peak in zip(first.mimose.records, first.peaks, strict=True) if r.sheltered]
+    assert len(pairs) >= 3
+    for size, peak in pairs[1:]:  # the first step has no optimizer's state yet
+        assert 0.97 * first.mimose.smallest_feasible_bytes(size) <= peak <= first.mimose.smallest_feasible_bytes(size)
+    again = train(Routers, batches(), least, loss_fn=loss_of, actions=actions)
+    assert max(again.peaks) <= least
+
+
 def test_masks_of_two_kinds() -> None:
     """Gemma 2 hands its blocks two masks in turn; a dictionary holds both until its last block is done."""
     architecture = ARCHITECTURES["gemma2"]

@@ -535,6 +535,13 @@ def test_scripted_blocks(caplog: pytest.LogCaptureFixture) -> None:
     assert rerun(callback) >= 1
 
 
+def test_scripted_blocks_while_somebody_elses_profiler_runs() -> None:
+    """Then it is looked at what modules run; the class of a scripted one does not let its forward be read."""
+    plain = run(task=WithScripts, data=few())
+    fit = run(MimoseCallback("1GB"), task=WithScripts, data=few())
+    assert same(plain.weights(), fit.weights())
+
+
 def test_a_script_that_nobody_sees_does_not_end_the_training() -> None:
     """The exception that stops a recomputation early has no way through the interpreter of scripts."""
 

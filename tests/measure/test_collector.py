@@ -321,6 +321,22 @@ def test_two_backward_passes_over_one_graph_are_recorded_once() -> None:
     ]
 
 
+def test_a_recorder_that_could_not_start_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends the step stops it all the same; then what went wrong is told."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no meter here")
+
+    monkeypatch.setattr("lightning_mimose.measure.curve.make_meter", fails)
+    model = TinyText(layers=2)
+    with Mimose(model, budget="1GB", loss_fn=model_loss) as mimose:
+        with pytest.raises(ValueError, match="no meter here"):
+            mimose.step(text_batch())
+        monkeypatch.undo()
+        mimose.step(text_batch())
+    assert len(mimose.records) >= 1
+
+
 def test_what_a_graph_saved_is_read_without_recomputing() -> None:
     """Tensors saved outside regions are found; a checkpointed region is not run again for it."""
     runs = []

@@ -6,6 +6,7 @@ is shared among them while one backward pass lasts, and let go of with the last 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -203,6 +204,8 @@ class Rebuilt(Handle):
         if self._kept is not None:
             return self._kept.value()
         task = _pass()
+        if task[0] == -1 and _compared.made is not None:
+            return self._shared(_compared.made)
         if task != self._task or task[0] == -1:
             # Outside of a backward pass (somebody looks at what a node saved) nothing is remembered.
             self._task, self._memo = task, None
@@ -214,6 +217,15 @@ class Rebuilt(Handle):
                 # A pass that keeps the graph, or runs a part of it, does not come to the last use.
                 # Weakly: what a recipe is made from must not live to the end of the pass.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, weakref.ref(self)))
+        return made
+
+    def _shared(self, values: dict[Rebuilt, torch.Tensor]) -> torch.Tensor:
+        """The value, where some are shared: those of what was saved, as in backward."""
+        made = values.get(self)
+        if made is None:
+            made = self._made()
+            if self.uses > 0:
+                values[self] = made
         return made
 
     def _made(self) -> torch.Tensor:
@@ -230,6 +242,15 @@ def _slow_stream(device: int) -> int:
 
 # By way of an object that stands for the stream it takes thirty times as long.
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_stream)
+
+
+class _Compared(threading.local):
+    """What a comparison in this thread has made so far: in loops each state is made from the last, in some twice."""
+
+    made: dict[Rebuilt, torch.Tensor] | None = None
+
+
+_compared = _Compared()
 
 
 def _pass() -> tuple[int, int]:
@@ -271,7 +292,11 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:
     """What `unpack` will give, for a comparison; counts as no use."""
-    return _without_autocast(handle.value)
+    _compared.made = {}
+    try:
+        return _without_autocast(handle.value)
+    finally:
+        _compared.made = None
 
 
 def _without_autocast(get: Callable[[], torch.Tensor]) -> torch.Tensor:
