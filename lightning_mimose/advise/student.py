@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
+from lightning_mimose.measure.call import RNG_STATE_BYTES
 from lightning_mimose.measure.counters import Counters
 from lightning_mimose.measure.observe import Observation
-from lightning_mimose.measure.trace import RNG_STATE_BYTES
 from lightning_mimose.menu import GRADES, KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.estimator import Estimator

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_mimose.measure.trace import Call
+from lightning_mimose.measure.call import Call
 
 
 def may_be_cached(tensor: torch.Tensor) -> bool:

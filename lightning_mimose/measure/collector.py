@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_mimose.measure.call import RNG_STATE_BYTES, Call
 from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve, GradientBytes
@@ -23,7 +24,7 @@ from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages, Tensors
-from lightning_mimose.measure.trace import IS_GONE, IS_OVER, LET_GO, RNG_STATE_BYTES, Call, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, IS_OVER, LET_GO, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER

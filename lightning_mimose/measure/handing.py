@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_mimose.measure.trace import Call, ResultItem, StepTrace
+from lightning_mimose.measure.call import Call, ResultItem
+from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.predict.handing import NO_GRADE, HandingShape, limits
 from lightning_mimose.predict.shapes import NEVER
 

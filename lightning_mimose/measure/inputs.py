@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_mimose.measure.call import call_key
 from lightning_mimose.measure.storages import Storages, Tensors
-from lightning_mimose.measure.trace import call_key
 from lightning_mimose.parts import storages_in
 
 

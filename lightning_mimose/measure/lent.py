@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_mimose.measure.trace import IS_GONE, Call, Event, StepTrace
+from lightning_mimose.measure.call import Call
+from lightning_mimose.measure.trace import IS_GONE, Event, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_mimose.measure.trace import LET_GO, Call, StepTrace
+from lightning_mimose.measure.call import Call
+from lightning_mimose.measure.trace import LET_GO, StepTrace
 from lightning_mimose.predict.shapes import NEVER, LooseShape
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.handing import handing_shapes, handings
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
 from lightning_mimose.measure.loose import held_to_ends, loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import rebuilding_bytes, savings
-from lightning_mimose.measure.trace import IS_LAST, Call, StepTrace
+from lightning_mimose.measure.trace import IS_LAST, StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved

@@ -13,12 +13,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, LeanItem, ResultItem
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, IS_LAST, RNG_STATE_BYTES, Call, LeanItem, ResultItem
+from lightning_mimose.measure.trace import IS_GONE, IS_LAST
 from lightning_mimose.parts import plain_parts
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
+from lightning_mimose.measure.call import Call, LeanItem, ResultItem
 from lightning_mimose.measure.handing import Handing
-from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, ResultItem, StepTrace
+from lightning_mimose.measure.trace import DIES, IS_USED, StepTrace
 from lightning_mimose.predict.maxima import Groups
 
 

@@ -6,7 +6,8 @@ they would have saved was noted, and when nobody held it any more.
 
 from __future__ import annotations
 
-from lightning_mimose.measure.trace import IS_GONE, Call, StepTrace
+from lightning_mimose.measure.call import Call
+from lightning_mimose.measure.trace import IS_GONE, StepTrace
 
 
 def peaks_kept(trace: StepTrace, region: Call) -> dict[int, int]:

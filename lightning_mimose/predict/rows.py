@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.loose import Places, gone, highest_twice, shared_holds, take_out
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
-from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
+from lightning_mimose.predict.timeline import Option, Timeline
 
 
 def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -59,8 +60,9 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     value = whole_bytes(values)
     base = np.append(levels(structure, value, resident)[2], resident.update_bytes)
     times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
-    for number, nbytes, gone, _ in mortal(structure, value, times, backward):
-        base -= np.where(gone & (times <= structure.loose[number].lasts_until), nbytes, 0)
+    places = Places(times, backward, np.zeros(len(base), dtype=np.bool_))
+    for each in gone(structure, value, places):
+        take_out(structure, base, places, each)
     return Timeline(
         units=structure.units,
         parents=structure.parents,
@@ -71,64 +73,6 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
         labels=(*structure.layout.labels, "optimizer step"),
         times=tuple(times.tolist()),
     )
-
-
-def ending_apart(structure: Structure, value: NDArray[np.int64]) -> list[int]:
-    """Times of positions that were highest both before and after loose storages are let go of, as far as is known.
-
-    What is there before that has them in it, whoever holds them; what is there afterwards does if an option holds them.
-
-    Args:
-        structure: The step's shape.
-        value: Shape (columns,); the fitted columns for its size.
-    """
-    ends: dict[int, tuple[int, int]] = {}
-    for loose in structure.loose:
-        if loose.was_held and not loose.lasts and loose.since_time is not None and loose.ends_there:
-            ending, size = ends.get(loose.since_time - 1, (0, 0))
-            ends[loose.since_time - 1] = ending + int(value[loose.ending]), size + int(value[loose.size])
-    return [time for time, (ending, size) in ends.items() if 0 < ending < size]
-
-
-def mortal(
-    structure: Structure,
-    value: NDArray[np.int64],
-    when: NDArray[np.int64],
-    backward: NDArray[np.bool_],
-    later: NDArray[np.bool_] | None = None,
-) -> Iterator[tuple[int, int, NDArray[np.bool_], bool]]:
-    """What of loose storages is gone at some positions, if no chosen option holds it.
-
-    Args:
-        structure: The step's shape.
-        value: Shape (columns,); the fitted columns for its size.
-        when: Shape (positions,); their times.
-        backward: Shape (positions,); which of them are in backward.
-        later: Shape (positions,); which of them are second ones, see `ending_apart`. None for none.
-
-    Yields:
-        Its number, bytes, where, and whether it is there if an option holds it.
-    """
-    later = np.zeros(len(when), dtype=np.bool_) if later is None else later
-    for number, loose in enumerate(structure.loose):
-        if loose.was_held and loose.lasts:
-            continue  # it is there, whoever holds it besides
-        size, ending = int(value[loose.size]), int(value[loose.ending])
-        if not loose.was_held:  # what was measured after its last use is without it
-            yield number, size, backward | (when >= max(structure.calls[i].out_time for i in loose.holders)), True
-            continue
-        if loose.since_time is None:
-            # In a second forward of the step, not in the backward before it.
-            yield number, size, backward & (when >= min(structure.calls[i].in_time for i in loose.holders)), True
-            continue
-        after, within = when >= loose.since_time, when == loose.since_time - 1
-        if not loose.ends_there:
-            yield number, size, after, True
-        elif ending == size and not np.any(within & later):
-            yield number, size, after | within, True
-        else:
-            yield number, size, after | (within & later), True
-            yield number, ending, within & ~later, False
 
 
 class Rows:
@@ -174,11 +118,11 @@ class Rows:
             if structure.calls[i].backward_time in places
         }
         at = dict(zip(structure.times.tolist(), range(len(structure.positions)), strict=True))
-        self.apart = [at[time] for time in ending_apart(structure, self.value) if time in at]
+        self.twice = [at[time] for time in highest_twice(structure, self.value) if time in at]
         self.options: list[Option] = []
         # Tens of megabytes for hundreds of units: each row is written once, where it stays.
         self.relief = np.empty(
-            (kinds * len(structure.units), len(structure.positions) + len(self.again) + len(self.apart) + 1),
+            (kinds * len(structure.units), len(structure.positions) + len(self.again) + len(self.twice) + 1),
             dtype=np.int64,
         )
         self.runs_again: list[tuple[int, int, int]] = []
@@ -244,10 +188,10 @@ class Rows:
     def timeline(self) -> Timeline:
         """Add a position for every call that runs again, which binds only if it does, and one for the update.
 
-        And those that are looked at twice, see `ending_apart`.
+        And those that are looked at twice, see `loose.highest_twice`.
         """
         structure, value, options = self.structure, self.value, self.options
-        count, places = len(structure.positions), np.array([*self.again.values(), *self.apart], dtype=np.intp)
+        count, places = len(structure.positions), np.array([*self.again.values(), *self.twice], dtype=np.intp)
         again = [structure.calls[i] for i in self.again]
         relief = self.relief[: len(options)]
         relief[:, count:-1] = np.take(relief, places, axis=1)
@@ -266,18 +210,19 @@ class Rows:
         options_, columns, amounts = np.array(due, dtype=np.int64).reshape(-1, 3).T
         relief[options_, columns] = amounts
         more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
-        base = np.array([*self.base, *more, *self.base[self.apart], self.resident.update_bytes], dtype=np.int64)
-        twice = structure.times[self.apart].tolist()
-        times = (*structure.times.tolist(), *(call.backward_time for call in again), *twice, -1)
-        within = np.ones(len(again), dtype=np.bool_)
-        backward = np.concatenate([self.backward, within, self.backward[self.apart], [False]])
-        later = np.zeros(len(base), dtype=np.bool_)
-        later[count + len(again) : -1] = True
-        shared = self._shared(base, np.array(times), backward, later)
+        added = np.array(more, dtype=np.int64)
+        base = np.concatenate([self.base, added, self.base[self.twice], [self.resident.update_bytes]])
+        when = (structure.times, [call.backward_time for call in again], structure.times[self.twice], [-1])
+        in_backward = (self.backward, [True] * len(again), self.backward[self.twice], [False])
+        second = np.zeros(len(base), dtype=np.bool_)
+        second[count + len(again) : -1] = True
+        times = np.concatenate(when).astype(np.int64)
+        held = Places(times, np.concatenate(in_backward).astype(np.bool_), second)
+        shared = shared_holds(structure, value, base, held, self.runs_again, self.borrows)
         ending = np.zeros(len(base), dtype=np.int64)
         ending[count : count + len(again)] = (structure.layout.whole(value) - self.working)[list(self.again)]
         own = structure.layout.labels
-        labels = (*own, *(f"recomputation of {c.key}" for c in again), *(own[i] for i in self.apart))
+        labels = (*own, *(f"recomputation of {c.key}" for c in again), *(own[i] for i in self.twice))
         return Timeline(
             units=structure.units,
             parents=structure.parents,
@@ -286,7 +231,7 @@ class Rows:
             relief_bytes=relief,
             shared=tuple(shared),
             labels=(*labels, "optimizer step"),
-            times=times,
+            times=tuple(times.tolist()),
             ending_bytes=ending,
         )
 
@@ -297,32 +242,3 @@ class Rows:
             return 0
         alive, place = self.structure.alive, self.again[index]
         return sum(self.saved[i] for i in members if i != index and alive[i, place])
-
-    def _shared(
-        self,
-        base: NDArray[np.int64],
-        when: NDArray[np.int64],
-        backward: NDArray[np.bool_],
-        later: NDArray[np.bool_],
-    ) -> Sequence[SharedHold]:
-        """What only chosen options hold; takes it out of the base."""
-        structure = self.structure
-        options_of: dict[int, list[int]] = {}
-        for option, index, _ in self.runs_again:
-            options_of.setdefault(index, []).append(option)
-        borrowers: dict[tuple[int, int], list[int]] = {}
-        for option, number, index in self.borrows:
-            borrowers.setdefault((number, index), []).append(option)
-        shared = []
-        for number, nbytes, gone, is_held in mortal(structure, self.value, when, backward, later):
-            loose = structure.loose[number]
-            base -= np.where(gone & (when <= loose.lasts_until), nbytes, 0)
-            if not is_held:
-                continue
-            holders: dict[int, NDArray[np.bool_]] = {}
-            for index in sorted(loose.holders, key=lambda i: -structure.calls[i].held_until):
-                for option in (*options_of.get(index, ()), *borrowers.get((number, index), ())):
-                    holders.setdefault(option, gone & (when <= structure.calls[index].held_until))
-            if holders:
-                shared.append(SharedHold(nbytes, tuple(holders), np.array(list(holders.values()))))
-        return shared

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_mimose.measure.trace import call_key
+from lightning_mimose.measure.call import call_key
 from lightning_mimose.parts import leaves_in
 from lightning_mimose.predict.shapes import NEVER
 from lightning_mimose.predict.structure import Structure

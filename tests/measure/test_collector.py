@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mimose import Mimose
+from lightning_mimose.measure.call import RNG_STATE_BYTES
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
-from lightning_mimose.measure.trace import RNG_STATE_BYTES, StepTrace
+from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.units import find_units
 from tests.helpers.counting import flops

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
-from lightning_mimose.measure.trace import IS_GONE, Call, Mark, Piece, StepTrace
+from lightning_mimose.measure.trace import IS_GONE, Mark, Piece, StepTrace
 
 MARKS = tuple(Mark("step", f"{i}", 0, 0) for i in range(3))
 

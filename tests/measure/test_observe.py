@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.measure.call import RNG_STATE_BYTES
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.measure.trace import RNG_STATE_BYTES
 from tests.helpers.hub import HUB
 from tests.helpers.models import TinyNested, TinyText, TinyVision, image_batch, text_batch
 from tests.helpers.recording import alive_before_backward, recorded

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_mimose.measure.call import Call, LeanItem
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.savings import Savings, savings
-from lightning_mimose.measure.trace import DIES, IS_USED, Call, LeanItem, Mark, Piece, StepTrace
+from lightning_mimose.measure.trace import DIES, IS_USED, Mark, Piece, StepTrace
 
 
 def peaks(found: Savings) -> dict[int, float]:

@@ -24,8 +24,9 @@ from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
+from lightning_mimose.measure.call import LeanItem, ResultItem
 from lightning_mimose.measure.casts import may_be_cached
-from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem, ResultItem
+from lightning_mimose.measure.trace import DIES, IS_USED
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.handing import NO_GRADE
 

@@ -15,7 +15,8 @@ from lightning_mimose.actions.lean.recipes.table import PRODUCT
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed
-from lightning_mimose.measure.trace import DIES, IS_USED, LeanItem
+from lightning_mimose.measure.call import LeanItem
+from lightning_mimose.measure.trace import DIES, IS_USED
 from lightning_mimose.menu import ELEMENTWISE, EXPANSIONS, GRADES, MASKS
 from tests.helpers.lean import same_bits
 
