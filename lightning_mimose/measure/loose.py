@@ -50,8 +50,8 @@ def held_to_ends(
         if number in trace.outlived or trace.let_go.get(number) == NEVER:
             continue
         regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
-        over = max((at for call in regions if (at := trace.over(call)) is not None), default=None)
-        if over is None or any(call.held_until >= trace.pieces[over].mark for call in regions):
+        over, last = max(((at, call) for call in regions if (at := trace.over(call)) is not None), default=(-1, None))
+        if last is None or any(call.held_until >= trace.pieces[over].mark for call in regions if call is not last):
             continue
         until[number] = trace.pieces[over].mark
         for index in trace.pieces_of[until[number]]:
