@@ -328,6 +328,29 @@ class Routers(nn.Module):
         return x.square().mean()
 
 
+class AboveWide(Routers):
+    """Routers, and below them an operation whose backward comes last and takes most."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x = self.embed(ids)
+        x = x + x.repeat(1, 1, 128).tanh().reshape(*x.shape, 128).sum(-1) * 0.01
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("action", ["recompute", "recompute+lean"])
+def test_what_a_recomputation_saved_for_a_choice_is_gone_when_it_is_over(action: str) -> None:
+    """Nothing asks for it: looked at for recipes, it stayed to the end of the whole backward pass."""
+    named = {f"blocks.{i}": action for i in range(4)}
+    done = train(AboveWide, [*batches(), *batches()], 10**9, loss_fn=loss_of, planner=lambda *_: named)
+    assert len(errors(done)) > 20
+    assert max(errors(done)) < 1e-3
+    assert done.mimose is not None
+    assert dict(done.mimose.records[-1].actions) == named
+
+
 @pytest.mark.parametrize("actions", [None, ["recompute"]])
 def test_steps_that_learn_stay_inside_the_least_budget(actions: list[str] | None) -> None:
     """Their recomputations run to their end, with all that is idle there."""

@@ -7,6 +7,7 @@ the operation that asks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,7 @@ class LeanRegion:
     ) -> None:
         self._sites, self._grade, self._parameters, self._told = sites, grade, parameters, told
         self._held, self._given = References(held), References(given)
+        self._saved: list[weakref.ref[_Numbered]] = []
         self._uses: Uses = {}
         """Backward pass -> number of a saved tensor -> what it is rebuilt by."""
 
@@ -57,7 +59,14 @@ class LeanRegion:
         if outer is None:
             yield
             return
-        with saved_tensors_hooks(_Numbering(outer[0]), partial(_unpack, outer[1], self._uses)):
+        pack_outer, saved = outer[0], self._saved
+
+        def pack(tensor: torch.Tensor) -> _Numbered:
+            numbered = _Numbered(len(saved), pack_outer(tensor))
+            saved.append(weakref.ref(numbered))
+            return numbered
+
+        with saved_tensors_hooks(pack, partial(_unpack, outer[1], self._uses)):
             yield
 
     @contextmanager
@@ -81,7 +90,9 @@ class LeanRegion:
 
         def pack(tensor: torch.Tensor) -> Any:
             number, packed = next(numbered), saves.pack(tensor)
-            if isinstance(packed, Use):
+            # Who has gone with its part of the graph, which nothing needs, never asks: the choice that a router makes.
+            is_lost = number < len(self._saved) and self._saved[number]() is None
+            if isinstance(packed, Use) and not is_lost:
                 uses[number] = packed
                 give(tensor.new_empty(1).expand(tensor.shape))
             else:
@@ -99,20 +110,19 @@ class LeanRegion:
         """Nothing to see."""
 
 
-class _Numbering:
-    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
-        self._pack, self._count = pack, 0
+class _Numbered:
+    """What the graph holds in place of a saved tensor: the checkpoint's, and how many came before it."""
 
-    def __call__(self, tensor: torch.Tensor) -> tuple[int, Any]:
-        self._count += 1
-        return self._count - 1, self._pack(tensor)
+    __slots__ = ("__weakref__", "inner", "number")
+
+    def __init__(self, number: int, inner: Any) -> None:
+        self.number, self.inner = number, inner
 
 
-def _unpack(unpack_outer: Callable[[Any], torch.Tensor], uses: Uses, packed: tuple[int, Any]) -> torch.Tensor:
-    number, inner = packed
-    tensor = unpack_outer(inner)
+def _unpack(unpack_outer: Callable[[Any], torch.Tensor], uses: Uses, packed: _Numbered) -> torch.Tensor:
+    tensor = unpack_outer(packed.inner)
     # Asked for once in a pass, as the checkpoint sees to; then it is the operation's.
-    use = uses.get(torch._C._current_graph_task_id(), {}).pop(number, None)
+    use = uses.get(torch._C._current_graph_task_id(), {}).pop(packed.number, None)
     return tensor if use is None else unpack(use)
 
 
