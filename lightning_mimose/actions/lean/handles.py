@@ -32,6 +32,10 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
+FEW_OPERATIONS = 64
+"""In a comparison of so many nothing is shared: what is takes memory for as long."""
+
+
 class Handle:
     """A saved tensor in another form.
 
@@ -181,6 +185,9 @@ class Rebuilt(Handle):
     What others keep anyway (`keep`) is not made again.
     """
 
+    operations = 1
+    """How many are run for it where nothing is made once for several."""
+
     __slots__ = ("__weakref__", "_kept", "_memo", "_task", "uses")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
@@ -292,6 +299,9 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:
     """What `unpack` will give, for a comparison; counts as no use."""
+    rebuilt = handle.rebuilt
+    if rebuilt is None or rebuilt.operations <= FEW_OPERATIONS:
+        return _without_autocast(handle.value)
     _compared.made = {}
     try:
         return _without_autocast(handle.value)
