@@ -167,12 +167,12 @@ class Curve:
             tuple(
                 Piece(
                     owner,
-                    piece.level_bytes + freed[owner],
-                    piece.peak_bytes + freed[owner],
+                    piece.level_bytes,
+                    piece.peak_bytes,
                     self._events.get(index),
-                    None if piece.rest_bytes is None else piece.rest_bytes + freed[owner],
-                    tuple([top + freed[owner] for top in piece.tops_bytes]),
-                )
+                    piece.rest_bytes,
+                    piece.tops_bytes,
+                ).beside(freed[owner])
                 for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
                 if owner is not None
             ),

@@ -49,15 +49,20 @@ def held_to_ends(
     for number, (size, calls) in inputs.items():
         if number in trace.outlived or trace.let_go.get(number) == NEVER:
             continue
-        regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
+        regions = _regions_among(calls, region_of)
         over, last = max(((at, call) for call in regions if (at := trace.over(call)) is not None), default=(-1, None))
-        if last is None or any(call.held_until >= trace.pieces[over].mark for call in regions if call is not last):
+        if last is None or any(call.held_until >= last.marks["dropped"] for call in regions if call is not last):
             continue
-        until[number] = trace.pieces[over].mark
-        for index in trace.pieces_of[until[number]]:
-            besides[index] += size if index >= over else 0
+        until[number] = last.marks["dropped"]
+        for index in range(over, trace.pieces_of[until[number]][-1] + 1):
+            besides[index] += size
     pieces = [piece.beside(nbytes) for piece, nbytes in zip(trace.pieces, besides, strict=True)]
     return (replace(trace, pieces=tuple(pieces)) if until else trace), until
+
+
+def _regions_among(calls: Sequence[Call], region_of: Mapping[int, Call]) -> list[Call]:
+    """Those that ran again themselves."""
+    return [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
 
 
 def _given(trace: StepTrace, index: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
@@ -86,7 +91,7 @@ def loose_shapes(
         region_of: Identity of a call -> the region that it is in.
         order: Identities of all calls.
         pieces: Peaks of the trace's pieces, see `endings`.
-        until: Until when they are there, where that is another interval than that of the region, see `held_to_ends`.
+        until: Until when they are there, of those of which that was seen, see `held_to_ends`.
         add: Adds a column, and returns its index.
     """
     index = {identity: i for i, identity in enumerate(order)}
@@ -97,7 +102,7 @@ def loose_shapes(
         alike.setdefault(to, []).append(number)
     found = []
     for number, (size, calls) in inputs.items():
-        regions = [call for call in calls if call is region_of[id(call)] and "again" in call.marks]
+        regions = _regions_among(calls, region_of)
         let_go = trace.let_go.get(number)
         holders = sorted(calls, key=lambda call: -call.marks["backward"])
         found.append(

@@ -89,7 +89,6 @@ def observe(
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
         tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
-    working: Groups
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -98,7 +97,7 @@ def observe(
         region = region_of[id(call)]
         again = call.marks.get("again")
         if again is None or "backward" not in call.marks:
-            working = ((0,),)
+            working: Groups = ((0,),)
         else:
             end = call.marks.get("again_out", again + 1)
             # Recomputed itself, it would keep the present random state aside meanwhile, as its region does.
@@ -266,9 +265,10 @@ def _region(call: Call) -> Call:
 
 def _held_until(trace: StepTrace, region_of: dict[int, Call]) -> dict[int, int]:
     """Until when recomputed calls hold what they are given: regions do so themselves, parts go with theirs."""
-    over = {id(call): at for call in trace.calls if (at := trace.over(call)) is not None}
-    found = {id(call): call.held_until for call in trace.calls}
-    found |= {identity: max(found[identity], trace.pieces[at].mark) for identity, at in over.items()}
+    found = {
+        id(call): call.held_until if trace.over(call) is None else max(call.held_until, call.marks["dropped"])
+        for call in trace.calls
+    }
     for call in trace.calls:
         around = call.parent
         while around is not None and around is not region_of[id(call)]:

@@ -130,9 +130,8 @@ class StepTrace:
         return found
 
     def over(self, call: Call) -> int | None:
-        """Index of the piece that is opened by the end of a region in backward, if it cuts an interval."""
-        index = self.ends.get((call.key, IS_OVER, 0))
-        return index if index is not None and self.pieces[index].mark == call.marks.get("dropped") else None
+        """Index of the piece that is opened by the end of a region in backward, if that cuts an interval: `dropped`."""
+        return self.ends.get((call.key, IS_OVER, 0))
 
     @cached_property
     def opened(self) -> dict[str, list[int]]:

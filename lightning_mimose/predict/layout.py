@@ -86,13 +86,20 @@ class Layout:
         Args:
             values: Shape (columns,).
         """
+        call, column = self._in_regions
+        found: NDArray[np.int64] = values[self.columns["working"]]
+        here = found[call] > 0  # what stands for the rounds of a loop never runs again
+        np.maximum.at(found, call[here], values[column[here]])
+        return found
+
+    @cached_property
+    def _in_regions(self) -> tuple[Ints, Ints]:
+        """Every pair of a region and a position inside its forward that is measured from its start: calls, columns."""
         call, position = self.in_forward
         column, entry, _, _ = self.structure.arrays
         own = np.array([each.entry if each.region else -1 for each in self.structure.calls], dtype=np.intp)
-        found: NDArray[np.int64] = values[self.columns["working"]]
-        here = (own[call] >= 0) & (own[call] == entry[position]) & (found[call] > 0)
-        np.maximum.at(found, call[here], values[column[position[here]]])
-        return found
+        here = (own[call] >= 0) & (own[call] == entry[position])
+        return call[here], column[position[here]]
 
     @cached_property
     def lean_of(self) -> dict[tuple[str, str], list[int]]:

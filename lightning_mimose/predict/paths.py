@@ -177,9 +177,7 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
         relief_bytes=relief,
         shared=tuple(shared),
         labels=tuple(label for each in timelines for label in each.labels),
-        ending_bytes=np.concatenate(
-            [np.zeros_like(t.base_bytes) if (e := t.ending_bytes) is None else e for t in timelines]
-        ),
+        ending_bytes=np.concatenate([np.broadcast_to(t.ending_bytes, t.base_bytes.shape) for t in timelines]),
     )
 
 

@@ -9,7 +9,7 @@ much each possible choice (*option*) lowers it there. Predicting the peak of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,7 +71,7 @@ class Timeline:
         labels: One readable name per position.
         times: When each position is, in ranks of the marks of a measured step; -1 for the update. Empty if not known.
         ending_bytes: Shape (positions,), int64. What a recomputation takes besides if it runs to its end, as in steps
-            that learn, and does not stop at the last tensor that is needed. None if not known.
+            that learn, and does not stop at the last tensor that is needed. One zero where that is not known.
 
     Example:
         >>> import numpy as np
@@ -94,7 +94,7 @@ class Timeline:
     shared: tuple[SharedHold, ...]
     labels: tuple[str, ...]
     times: tuple[int, ...] = ()
-    ending_bytes: NDArray[np.int64] | None = None
+    ending_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
     @cached_property
     def option_index(self) -> dict[tuple[str, str], int]:
@@ -161,7 +161,7 @@ class Timeline:
             learns: Whether recomputations run to their end.
         """
         level = self.level_bytes(self.chosen(actions))
-        return int((level if not learns or self.ending_bytes is None else level + self.ending_bytes).max())
+        return int((level + self.ending_bytes if learns else level).max())
 
     def peak_position(self, actions: Mapping[str, str]) -> str:
         """The label of the position at which the peak is reached."""

@@ -253,6 +253,11 @@ def test_a_part_of_the_last_block_holds_what_the_block_was_given(actions: dict[s
     assert dict(done.mimose.records[-1].actions) == named
 
 
+def widened(x: torch.Tensor, times: int) -> torch.Tensor:
+    """By an operation of many times its width."""
+    return x + x.repeat(1, 1, times).tanh().reshape(*x.shape, times).sum(-1) * 0.01
+
+
 class Below(nn.Module):
     """Blocks with a table, and below them an operation whose backward takes most, when the table has gone."""
 
@@ -262,8 +267,7 @@ class Below(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        x = self.embed(ids)
-        x = x + x.repeat(1, 1, 96).tanh().reshape(*x.shape, 96).sum(-1)
+        x = widened(self.embed(ids), 96)
         table = torch.zeros(BATCH, x.shape[1], 8 * x.shape[1]).add_(0.1)
         for block in self.blocks:
             x = block(x, table)
@@ -320,9 +324,14 @@ class Routers(nn.Module):
         super().__init__()
         self.embed, self.blocks = nn.Embedding(64, WIDTH), nn.ModuleList(Router() for _ in range(4))
 
+    def below(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the first is given."""
+        found: torch.Tensor = self.embed(ids)
+        return found
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        x = self.embed(ids)
+        x = self.below(ids)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -331,13 +340,9 @@ class Routers(nn.Module):
 class AboveWide(Routers):
     """Routers, and below them an operation whose backward comes last and takes most."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        x = self.embed(ids)
-        x = x + x.repeat(1, 1, 128).tanh().reshape(*x.shape, 128).sum(-1) * 0.01
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+    def below(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the first is given."""
+        return widened(self.embed(ids), 128)
 
 
 @pytest.mark.parametrize("action", ["recompute", "recompute+lean"])
