@@ -239,6 +239,7 @@ class Case(NamedTuple):
         planned: How many of its steps have to be planned at least.
         steps: How many there are.
         units: What is planned; None finds it.
+        actions: What plans may use; None for all that pay.
     """
 
     make: Callable[[], nn.Module]
@@ -247,6 +248,7 @@ class Case(NamedTuple):
     planned: int
     steps: int = STEPS
     units: tuple[str, ...] | None = None
+    actions: tuple[str, ...] | None = None
 
 
 def question_and_answer(chance: random.Random, number: int) -> dict[str, list[str]]:
@@ -318,7 +320,8 @@ def trained(case: Case, budget: int | None = None) -> Trained:
     torch.manual_seed(0)
     model, chance = case.make(), random.Random(0)
     optimizer = sgd(model)
-    mimose = Mimose(model, budget=budget, optimizer=optimizer, loss_fn=case.loss, units=case.units) if budget else None
+    asked = {"loss_fn": case.loss, "units": case.units, "actions": case.actions}
+    mimose = Mimose(model, budget=budget, optimizer=optimizer, **asked) if budget else None  # type: ignore[arg-type]
     before, peaks, resident = condition(case.make()), [], 0
     for number in range(case.steps):
         batch = case.batch(chance, number)
