@@ -14,6 +14,11 @@ from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Option, Timeline
 
+STEP_END = "end step"
+"""What the last position of a step is called that was looked at to its backward's end."""
+FEW_BYTES = 512
+"""What a step leaves behind if it leaves nothing: its loss, and other numbers."""
+
 
 def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Columns as whole numbers."""
@@ -49,6 +54,19 @@ def levels(
     return level, start, everything
 
 
+def add_held(structure: Structure, base: NDArray[np.int64], without: int) -> None:
+    """Count in the update what the backward leaves behind besides gradients: what is returned, or kept by a module.
+
+    Args:
+        structure: The step's shape.
+        base: Shape (positions,), those of the step first and the update's last; changed.
+        without: Of the last of the step's positions, what is no activation.
+    """
+    if structure.layout.labels[-1:] == (STEP_END,):
+        held_bytes = int(base[len(structure.positions) - 1]) - without
+        base[-1] += held_bytes if held_bytes > FEW_BYTES else 0
+
+
 def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: Resident) -> Timeline:
     """The timeline of a step of which everything is kept: without options, and in a fraction of the time.
 
@@ -58,11 +76,13 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
         resident: What is alive besides activations.
     """
     value = whole_bytes(values)
-    base = np.append(levels(structure, value, resident)[2], resident.update_bytes)
+    level, _, everything = levels(structure, value, resident)
+    base = np.append(everything, resident.update_bytes)
     times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
     places = Places(times, backward, np.zeros(len(base), dtype=np.bool_))
     for each in gone(structure, value, places):
         take_out(structure, base, places, each)
+    add_held(structure, base, int(everything[-1] - level[-1]))
     return Timeline(
         units=structure.units,
         parents=structure.parents,
@@ -219,6 +239,7 @@ class Rows:
         times = np.concatenate(when).astype(np.int64)
         held = Places(times, np.concatenate(in_backward).astype(np.bool_), second)
         shared = shared_holds(structure, value, base, held, self.runs_again, self.borrows)
+        add_held(structure, base, self.own[int(structure.times[-1])])
         ending = np.zeros(len(base), dtype=np.int64)
         ending[count : count + len(again)] = (structure.layout.whole(value) - self.working)[list(self.again)]
         own = structure.layout.labels

@@ -169,13 +169,12 @@ def _has_written(args: Any, kwargs: Any) -> bool:
         if "out" in kwargs:
             return True
         args = (*args, *kwargs.values())
-    return any(
-        isinstance(value, torch.Tensor)
-        and value.requires_grad
-        and value._version
-        and type(value) is not torch.nn.Parameter
-        for value in args
-    )
+    for value in args:  # no generator: this is asked at every call
+        if type(value) is torch.nn.Parameter or not isinstance(value, torch.Tensor):
+            continue
+        if value.requires_grad and value._version:
+            return True
+    return False
 
 
 _ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
