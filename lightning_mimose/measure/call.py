@@ -156,6 +156,7 @@ class LeanItem:
         is_cached: Whether autocast's cache holds it too, while that lasts.
         held_bytes: What the other form takes; it is made while the storage is still there.
         arguments: Storage ids of what the call was given, and has to keep for it.
+        sources_bytes: What would be gone without the recipe that needs it.
     """
 
     storage: int
@@ -167,6 +168,7 @@ class LeanItem:
     is_cached: bool = False
     held_bytes: int = 0
     arguments: tuple[int, ...] = ()
+    sources_bytes: int = 0
 
 
 @dataclass(frozen=True)

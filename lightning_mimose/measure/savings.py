@@ -112,6 +112,7 @@ def _of_grade(
     key, first, backward = call.key, call.marks["again"], call.marks["again_out"]
     spared: set[int] = set()
     used: set[int] = set()
+    beside: dict[int, int] = {}  # of what is there again: its other form, which goes with it
     tops: dict[int, list[tuple[int, ...]]] = {}
     relief = 0
     for at in own:
@@ -129,6 +130,8 @@ def _of_grade(
                         # What somebody else holds is there twice once it is rebuilt.
                         twice = 0 if taken[number] else items[number].gain_bytes
                         besides = max(besides, items[number].temporary_bytes + twice)
+                        if taken[number]:
+                            beside[number] = items[number].held_bytes + items[number].sources_bytes
                         rebuilt.extend(items[number].also)
                     used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
@@ -141,7 +144,10 @@ def _of_grade(
             made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
-            tops.setdefault(piece.mark, []).append(tuple([top - relief for top in here]))
+            spare = relief - sum(beside.values())
+            tops.setdefault(piece.mark, []).append(tuple([top - spare for top in here]))
+        if piece.event is not None and piece.event[:2] == (key, IS_USED):
+            beside.pop(piece.event[2], None)
     kept = [item for item, take in zip(items, taken, strict=True) if take]
     return Savings(
         sum(item.gain_bytes for item in kept),

@@ -50,6 +50,15 @@ class Returning(Block):
         return x + self.down(functional.gelu(self.up(x))), probabilities
 
 
+class Dropping(Block):
+    """Ends in a dropout of something wide, so that nothing is as high as its backward."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, _ = self.attention(x)
+        wide = functional.dropout(self.up(x).repeat(1, 1, 4), 0.1).relu_()
+        return (x + wide.unflatten(-1, (-1, WIDTH)).sum(-2),)
+
+
 class Choosing(Block):
     """Chooses by scores with gradients to which nothing leads from the result, as routers do."""
 
@@ -182,12 +191,13 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch["ids"])
 
 
-@pytest.mark.parametrize("block", [Block, Returning, Choosing, Relative])
-@pytest.mark.parametrize("action", [None, "lean", "lean+products", "recompute"])
+@pytest.mark.parametrize("block", [Block, Returning, Choosing, Relative, Dropping])
+@pytest.mark.parametrize("action", [None, "lean", "lean+masks", "lean+products", "recompute"])
 def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) -> None:
     """Within the random state that a sheltered step's region holds in its own backward."""
-    records = check(block, {} if action is None else {"layers.0": action})
-    assert action is None or all("layers.0" in record.actions for record in records)
+    layer = "layers.2" if block is Dropping else "layers.0"
+    records = check(block, {} if action is None else {layer: action})
+    assert action is None or all(layer in record.actions for record in records)
 
 
 @pytest.mark.parametrize("recomputed", [(), ("layers.0",), ("layers.0", "layers.1"), ("layers.2.gate",)])

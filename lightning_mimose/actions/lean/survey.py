@@ -219,6 +219,7 @@ class LeanSurvey:
             found.is_cached,
             held,
             tuple({self._identify(each) for each in _arguments(handle)}),
+            needed,
         )
 
     def returned(self, out: Any) -> None:
