@@ -254,8 +254,7 @@ class _Calls:
             lent = [] if setting is None else setting.lent()
             observer = region = recorder.region(name, args, kwargs, survey, lent)
         elif lean and name not in session.untried and self._may_be_lean():
-            held = state.buffers()
-            observer = LeanRegion(self._sites, ATTENTION, state.parameters, held, leaves, self._findings.learn_from)
+            observer = LeanRegion(self._sites, ATTENTION, state.parameters, state.buffers(), self._findings.learn_from)
         if recorder is not None:
             original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)

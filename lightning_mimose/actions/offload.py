@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, base_of, is_plain, storages_of, unpack
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, base_of, is_plain, unpack
+from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.parts import leaves_in
 
 SMALL_BYTES = 4096
@@ -235,7 +236,7 @@ class Offloader:
         Args:
             held: Tensors that somebody else keeps alive: arguments, parameters, buffers.
         """
-        kept = storages_of(held)
+        kept = Storages(held)
         storages: dict[int, Moved] = {}
         windows: list[Window] = []
 
@@ -243,7 +244,7 @@ class Offloader:
             if not _is_movable(tensor) or not self._is_here(tensor.device):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
-            if storage.nbytes() < SMALL_BYTES or storage._cdata in kept:
+            if storage.nbytes() < SMALL_BYTES or storage in kept:
                 return Kept(tensor)
             moved = storages.get(storage._cdata)
             if moved is None:  # by its address: it lives until the unit is done

@@ -44,8 +44,12 @@ class RegionObserver(Protocol):
     def forward_run(self) -> AbstractContextManager[None]:
         """Entered around the run in forward."""
 
-    def recompute_run(self) -> AbstractContextManager[None]:
-        """Entered around every run in backward."""
+    def recompute_run(self, given: Sequence[Any]) -> AbstractContextManager[None]:
+        """Entered around every run in backward.
+
+        Args:
+            given: The leaves of the arguments that it is given, which may be in other memory than in forward.
+        """
 
     def recomputed(self, out: Any, left: Mapping[Place, torch.Tensor]) -> None:
         """Shown what a run in backward returned, and left as attributes, if it ran to its end."""
@@ -145,9 +149,9 @@ def recompute(
                 same._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
             filled[i] = tensor if same is None else same
         inner_args, inner_kwargs = _arguments(filled, spec)
+        watched = observer.recompute_run(filled) if observer else _NOTHING
         # The region holds what it was given only until its own forward has bound it.
         del filled, given, same
-        watched = observer.recompute_run() if observer else _NOTHING
         as_found = state.settings.as_found(found)
         kept = state.restored(before, outside) if before or outside else _NOTHING
         stopped = _StoppedInTorchScript() if early else _NOTHING

@@ -365,7 +365,7 @@ class Region:
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.region_forward(self._survey)
 
-    def recompute_run(self) -> AbstractContextManager[None]:
+    def recompute_run(self, given: Sequence[Any]) -> AbstractContextManager[None]:
         """Count what the recomputation saves, as long as the step is being recorded."""
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey)

@@ -100,6 +100,32 @@ class Mixing(nn.Module):
         return (x + self.down(self.gate(self.up(x))),)
 
 
+class Normed(Block):
+    """Adds norms of what it made, so that its result is rebuilt from what it saves, and handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x + self.norms[0](self.values(x))
+        return (x + self.norms[1](self.down(functional.gelu(self.up(x)))),)
+
+
+class Watching(Block):
+    """Replaces a buffer while it runs, as modules do that watch a range: its memory is another tensor's then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(1))
+
+    def attention(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys, values = self.queries(x), self.keys(x), self.values(x)
+        self.low = torch.minimum(self.low, queries.detach().min())
+        probabilities = functional.dropout((queries @ keys.transpose(1, 2)).softmax(-1), 0.1)
+        return x + probabilities @ values, probabilities
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -198,6 +224,18 @@ def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) 
     layer = "layers.2" if block is Dropping else "layers.0"
     records = check(block, {} if action is None else {layer: action})
     assert action is None or all(layer in record.actions for record in records)
+
+
+@pytest.mark.parametrize("action", ["recompute", "recompute+lean"])
+def test_what_is_handed_on_to_a_block_that_runs_again(action: str) -> None:
+    """It is given what was rebuilt, in other memory than before, and may rebuild from that in turn."""
+    check(Normed, {"layers.0": "lean", "layers.1": action, "layers.2": "lean"})
+
+
+@pytest.mark.parametrize("action", ["lean", "lean+masks", "lean+products"])
+def test_buffers_that_a_block_replaces(action: str) -> None:
+    """What is made where one was is nobody's: it is not taken for what somebody holds anyway."""
+    check(Watching, dict.fromkeys(("layers.0", "layers.1", "layers.2"), action))
 
 
 @pytest.mark.parametrize("recomputed", [(), ("layers.0",), ("layers.0", "layers.1"), ("layers.2.gate",)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_mimose.actions.lean.attention import Masked, argument
-from lightning_mimose.actions.lean.handles import base_of, storages_of
+from lightning_mimose.actions.lean.handles import base_of
+from lightning_mimose.actions.lean.storages import Storages
 
 
 class Constants(TorchFunctionMode):
@@ -29,7 +30,7 @@ class Constants(TorchFunctionMode):
         arguments: Storages of what the unit was given. Tensors of its own would only live for being noted.
     """
 
-    def __init__(self, arguments: Set[int]) -> None:
+    def __init__(self, arguments: Storages) -> None:
         super().__init__()
         self._arguments = arguments
         self.seen: dict[Any, dict[str, Any]] = {}
@@ -125,7 +126,7 @@ class Constants(TorchFunctionMode):
             self._note(out, operand=args[1], swapped=_SUMS[func])
         elif func in _ADDITIONS and len(args) > 1 and isinstance(args[1], torch.Tensor):
             without = [i for i in (0, 1) if isinstance(args[i], torch.Tensor) and not args[i].requires_grad]
-            if len(without) == 1 and storages_of([args[without[0]]]) & self._arguments:
+            if len(without) == 1 and self._arguments.has_that_of(args[without[0]]):
                 self._note(out, operand=args[without[0]], swapped=without == [0])  # a mask, which the node knows not
         return out
 

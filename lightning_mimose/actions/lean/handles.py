@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,6 @@ from torch import nn
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but a window on its storage: no subclass, not sparse, not nested."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
-
-
-def storages_of(tensors: Iterable[Any]) -> set[int]:
-    """The storages of those that are plain tensors, each by its number, which is another's once it is gone."""
-    return {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor) and is_plain(t)}
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

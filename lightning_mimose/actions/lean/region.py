@@ -8,11 +8,12 @@ the operation that asks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -31,7 +32,6 @@ class LeanRegion:
         grade: What may be rebuilt.
         parameters: Gives the parameters that values may be rebuilt from.
         held: What somebody else keeps alive, see `LeanSaves`.
-        given: See `LeanSaves`.
         told: Shown what every recomputation found out.
     """
 
@@ -43,11 +43,10 @@ class LeanRegion:
         grade: int,
         parameters: Callable[[], Iterable[torch.Tensor]],
         held: Iterable[Any],
-        given: Iterable[Any],
         told: Callable[[LeanSaves], None],
     ) -> None:
         self._sites, self._grade, self._parameters, self._told = sites, grade, parameters, told
-        self._held, self._given = References(held), References(given)
+        self._held = References(held)
         self._saved: list[weakref.ref[_Numbered]] = []
         self._uses: Uses = {}
         """Backward pass -> number of a saved tensor -> what it is rebuilt by."""
@@ -70,8 +69,12 @@ class LeanRegion:
             yield
 
     @contextmanager
-    def recompute_run(self) -> Iterator[None]:
-        """Give the checkpoint a stand-in for whatever has a recipe."""
+    def recompute_run(self, given: Sequence[Any]) -> Iterator[None]:
+        """Give the checkpoint a stand-in for whatever has a recipe.
+
+        Args:
+            given: See `LeanSaves`. Where another unit has handed it on, it is not in the memory that it was in before.
+        """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         task = torch._C._current_graph_task_id()
         if outer is None or task == -1:  # somebody looks at what a node saved
@@ -85,8 +88,9 @@ class LeanRegion:
             self._grade,
             leaves=self._parameters(),
             held=self._held.live(),
-            given=self._given.live(),
+            given=given,
         )
+        del given
 
         def pack(tensor: torch.Tensor) -> Any:
             number, packed = next(numbered), saves.pack(tensor)
@@ -94,7 +98,7 @@ class LeanRegion:
             is_lost = number < len(self._saved) and self._saved[number]() is None
             if isinstance(packed, Use) and not is_lost:
                 uses[number] = packed
-                give(tensor.new_empty(1).expand(tensor.shape))
+                give(_stand_in(tensor.dtype, tensor.device).expand(tensor.shape))
             else:
                 give(tensor)
             return packed
@@ -108,6 +112,14 @@ class LeanRegion:
 
     def recomputed(self, out: Any, left: Any) -> None:
         """Nothing to see."""
+
+
+@lru_cache(maxsize=64)
+def _stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One element for all that a checkpoint asks nothing but the shape of; on a CPU in memory that no step counts."""
+    if device.type != "cpu":
+        return torch.empty(1, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype)
 
 
 class _Numbered:

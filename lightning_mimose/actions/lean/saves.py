@@ -26,7 +26,6 @@ from lightning_mimose.actions.lean.handles import (
     View,
     base_of,
     is_plain,
-    storages_of,
     unpack,
 )
 from lightning_mimose.actions.lean.late import Late, WaitingRoom
@@ -34,6 +33,7 @@ from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
+from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.actions.lean.values import Key, Values
 from lightning_mimose.menu import MASKS
 from lightning_mimose.parts import leaves_in
@@ -103,7 +103,7 @@ class LeanSaves:
         self._returned = returned
         self._values = Values(grade, leaves)
         self.notes = self._values.notes
-        self._held: set[int] = set()
+        self._held = Storages()
         self.hold(held, given)
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
@@ -128,10 +128,10 @@ class LeanSaves:
     def hold(self, held: Iterable[Any], given: Iterable[Any]) -> None:
         """Name tensors that somebody else keeps alive, and those of them that may be used again."""
         given = list(given)
-        arguments = storages_of(given)
-        self._values.arguments |= arguments
+        self._values.arguments.add(given)
         self.notes.begins_with(given)
-        self._held |= arguments | storages_of(held)
+        self._held.add(given)
+        self._held.add(held)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -256,8 +256,8 @@ class LeanSaves:
             return self._anothers(result, tensor, base)
         if not self._grade or storage.nbytes() < self._small_bytes:
             return Kept(tensor)
-        if storage._cdata in self._held:
-            if node is not None and storage._cdata in self._values.arguments:
+        if storage in self._held:
+            if node is not None and storage in self._values.arguments:
                 # A residual stream: something is added to it.
                 self._values.enter_argument((node, output), base)
             return Kept(tensor)
@@ -346,7 +346,7 @@ class LeanSaves:
     def _result(self, base: torch.Tensor, node: Any, output: int) -> Recipe | None:
         """What rebuilds it: that by which it was saved, or another if nothing has saved it."""
         storage = base.untyped_storage()
-        if storage.nbytes() < self._small_bytes or storage._cdata in self._held:
+        if storage.nbytes() < self._small_bytes or storage in self._held:
             return None
         found = self._find(base, storage, node, output)
         return found if isinstance(found, Recipe) else None

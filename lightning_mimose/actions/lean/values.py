@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from lightning_mimose.actions.lean.constants import Constants
-from lightning_mimose.actions.lean.handles import Handle, Kept, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept
 from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
+from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
@@ -64,7 +65,7 @@ class Values:
         self.numbers: dict[Key, int] = {}
         self.owner = object()
         self.start = 0
-        self.arguments: set[int] = set()
+        self.arguments = Storages()
         self.borrowed: list[weakref.ref[torch.Tensor]] = []
         self.notes = Constants(self.arguments)
         self.in_scores = False
@@ -83,7 +84,7 @@ class Values:
 
         Nor a buffer: a unit may write its own after it has used it, which autograd would allow.
         """
-        if not is_plain(tensor) or tensor.is_inference() or tensor.untyped_storage()._cdata not in self.arguments:
+        if not self.arguments.has_that_of(tensor) or tensor.is_inference():
             return None
         kept = Kept(tensor)
         self.borrowed.append(weakref.ref(kept.value()))

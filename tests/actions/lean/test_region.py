@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 def region(block: Block, x: Tensor) -> tuple[Tensor, LeanRegion]:
     state = WrittenState(block)
-    observer = LeanRegion(Sites(), len(GRADES), state.parameters, [], [x], lambda saves: None)
+    observer = LeanRegion(Sites(), len(GRADES), state.parameters, [], lambda saves: None)
     torch.manual_seed(3)
     return recompute(lambda x: Block.forward(block, x), (x,), {}, state, observer), observer
 
