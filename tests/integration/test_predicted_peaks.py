@@ -126,6 +126,20 @@ class Watching(Block):
         return x + probabilities @ values, probabilities
 
 
+class Stepping(nn.Module):
+    """Goes through one wide tensor position by position: what takes the most is the sum of its parts' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide, state = self.up(x), torch.zeros(len(x), 8 * WIDTH)
+        for position in range(4):
+            state = state * 0.9 + wide[:, position]
+        return (x + self.down(state)[:, None],)
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -230,6 +244,12 @@ def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) 
 def test_what_is_handed_on_to_a_block_that_runs_again(action: str) -> None:
     """It is given what was rebuilt, in other memory than before, and may rebuild from that in turn."""
     check(Normed, {"layers.0": "lean", "layers.1": action, "layers.2": "lean"})
+
+
+@pytest.mark.parametrize("action", [None, "recompute"])
+def test_gradients_that_are_summed(action: str | None) -> None:
+    """In place, as autograd does it in a step that nobody measures."""
+    check(Stepping, {} if action is None else {"layers.1": action})
 
 
 @pytest.mark.parametrize("action", ["lean", "lean+masks", "lean+products"])

@@ -78,3 +78,19 @@ def test_gradients_without_strides_are_summed() -> None:
         meter.stop()
     assert rows.grad is not None
     assert [part.unique().tolist() for part in rows.grad.unbind()] == [[10.0], [10.0]]
+
+
+def test_a_sum_takes_no_more_memory_than_without_a_mode() -> None:
+    """The second gradient goes into the first one, so that both are all there ever is."""
+    x = torch.ones(1000, requires_grad=True)
+    y = x * 2
+    loss = (y * 3).sum() + (y * 4).sum()
+    meter = DispatchMeter()
+    meter.start()
+    try:
+        loss.backward()
+    finally:
+        intervals = meter.stop()
+    assert max(interval.peak_bytes for interval in intervals) < 3 * 4000
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [14.0]
