@@ -148,11 +148,6 @@ class Forecast:
                 return None
         return joined([kept_timeline(each.structure, each.values, resident) for each in each_path])
 
-    def update_bytes(self, prediction: Prediction, resident: Resident) -> int:
-        """The peak of the optimizer's update after a predicted step."""
-        each_path = (prediction, *prediction.others)
-        return max(int(kept_timeline(each.structure, each.values, resident).base_bytes[-1]) for each in each_path)
-
     def _on_path(self, prediction: Prediction, resident: Resident, left_out: Collection[str]) -> Timeline:
         return assemble(
             prediction.structure,

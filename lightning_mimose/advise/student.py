@@ -63,17 +63,6 @@ class Student(Forecast):
         self.postures.usual(self.estimator).drop(size.dims)
         self._forget_plans()
 
-    def reached_bytes(self, size: BatchSize, resident: Resident, peak_bytes: int) -> int:
-        """The peak of a whole step, as predictions are, of which the update is still to come.
-
-        Args:
-            size: The batch's size.
-            resident: What was resident, the batch included.
-            peak_bytes: The peak that was measured up to the backward's end.
-        """
-        prediction = self.estimator.predict(dict(size.dims))
-        return max(peak_bytes, self.update_bytes(prediction, resident) if prediction else resident.update_bytes)
-
     def verify(
         self,
         size: BatchSize,

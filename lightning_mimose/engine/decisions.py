@@ -146,7 +146,12 @@ class Decisions:
         zeroes_gradients |= accumulates and not ledger.gradient_bytes  # after a batch that was skipped
         update = self._update
         resident = Resident(
-            lasting, ledger.gradient_bytes, zeroes_gradients, update.peak_bytes(lasting), update.again_bytes
+            lasting,
+            ledger.gradient_bytes,
+            zeroes_gradients,
+            update.peak_bytes(lasting),
+            update.again_bytes,
+            counts_held=self._others is not None,
         )
         step = Step(
             size or UNSIZED,

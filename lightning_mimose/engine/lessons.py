@@ -166,7 +166,10 @@ class Lessons:
             self._advisor.hint("size", None)
         if step.recorder is None or not step.measuring:
             return
+        marks = isinstance(step.recorder, StepRecorder)
         if isinstance(step.recorder, StepRecorder):
+            if step.gradients is not None:
+                step.gradients.look()
             step.recorder.mark("step", "end")
         trace, step.recorder = step.recorder.stop(), None
         self._session.recorder = None  # a closure that runs again (LBFGS) is no call to learn from
@@ -178,7 +181,8 @@ class Lessons:
         self._unmeasured = 0
         peak = self._take_peak(step, trace)
         if not step.sheltered or step.mixed:
-            self._judge.compare(step, peak, whole=not self._evaluates)
+            left_bytes = trace.left_bytes if marks else 0
+            self._judge.compare(step, peak, whole=not self._evaluates, left_bytes=left_bytes)
             return
         learnt = step.learns and self._observe(step, trace)
         if peak > self._advisor.budget_bytes:

@@ -44,19 +44,20 @@ class GradientLedger:
     def __call__(self) -> tuple[int, int]:
         """(bytes older than the step, bytes made in it)."""
         if self._anytime:
-            self._look()
+            self.look()
         return self._old_bytes + self.aside_bytes, self._new_bytes
 
     def begin_backward(self) -> None:
         """Look at what there is, and count new gradients as they are made; once per backward pass of the step."""
-        self._look()
+        self.look()
         for parameter, size in self._parameters:
             # What is frozen now may be trained in the next backward pass: two networks that take turns.
             if self._follow and parameter.requires_grad and id(parameter) not in self._handles:
                 hook = self._made(size)
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look at all of them: whoever sets one by hand (`parameter.grad = ...`) tells no hook."""
         self._old_bytes = self._new_bytes = 0
         self._counted.clear()
         for parameter, size in self._parameters:

@@ -104,6 +104,11 @@ class StepTrace:
     let_go: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def left_bytes(self) -> int:
+        """What is there at its end besides gradients: what a module keeps, or the step returns."""
+        return self.intervals[-1].level_bytes - self.marks[-1].new_gradient_bytes
+
+    @property
     def random_state_bytes(self) -> int:
         """What of a region's random state is seen: it is in the host's memory."""
         return RNG_STATE_BYTES if self.allocator is None else 0

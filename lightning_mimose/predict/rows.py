@@ -54,17 +54,33 @@ def levels(
     return level, start, everything
 
 
-def add_held(structure: Structure, base: NDArray[np.int64], without: int) -> None:
-    """Count in the update what the backward leaves behind besides gradients: what is returned, or kept by a module.
+def held_in_update(resident: Resident, left_bytes: int) -> int:
+    """What is in the optimizer's update of that which backward leaves behind besides gradients.
+
+    Args:
+        resident: What is alive besides activations.
+        left_bytes: What is returned, kept by a module, or of a graph that somebody holds.
+    """
+    return 0 if resident.counts_held or left_bytes <= FEW_BYTES else left_bytes
+
+
+def add_held(structure: Structure, base: NDArray[np.int64], resident: Resident, without: int) -> int:
+    """Count in the update what is there when all is kept and backward is over.
 
     Args:
         structure: The step's shape.
         base: Shape (positions,), those of the step first and the update's last; changed.
+        resident: What is alive besides activations.
         without: Of the last of the step's positions, what is no activation.
+
+    Returns:
+        What was added.
     """
+    held_bytes = 0
     if structure.layout.labels[-1:] == (STEP_END,):
-        held_bytes = int(base[len(structure.positions) - 1]) - without
-        base[-1] += held_bytes if held_bytes > FEW_BYTES else 0
+        held_bytes = held_in_update(resident, int(base[len(structure.positions) - 1]) - without)
+    base[-1] += held_bytes
+    return held_bytes
 
 
 def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: Resident) -> Timeline:
@@ -82,7 +98,7 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     places = Places(times, backward, np.zeros(len(base), dtype=np.bool_))
     for each in gone(structure, value, places):
         take_out(structure, base, places, each)
-    add_held(structure, base, int(everything[-1] - level[-1]))
+    add_held(structure, base, resident, int(everything[-1] - level[-1]))
     return Timeline(
         units=structure.units,
         parents=structure.parents,
@@ -239,7 +255,9 @@ class Rows:
         times = np.concatenate(when).astype(np.int64)
         held = Places(times, np.concatenate(in_backward).astype(np.bool_), second)
         shared = shared_holds(structure, value, base, held, self.runs_again, self.borrows)
-        add_held(structure, base, self.own[int(structure.times[-1])])
+        # Of graphs that somebody holds, what is spared at the step's end is spared in the update.
+        held_bytes = add_held(structure, base, self.resident, self.own[int(structure.times[-1])])
+        relief[:, -1] = np.minimum(relief[:, count - 1], held_bytes)
         ending = np.zeros(len(base), dtype=np.int64)
         ending[count : count + len(again)] = (structure.layout.whole(value) - self.working)[list(self.again)]
         own = structure.layout.labels

@@ -22,6 +22,8 @@ class Resident(NamedTuple):
         zeroes_gradients: Whether they are set to None between forward and backward.
         update_bytes: Peak of the optimizer's update, everything included.
         again_bytes: What an update that evaluates the loss again (SAM's) holds besides, all through that.
+        counts_held: Whether `lasting_bytes` has what modules keep from one step to the next: a device that counts its
+            memory tells so.
     """
 
     lasting_bytes: int
@@ -29,6 +31,7 @@ class Resident(NamedTuple):
     zeroes_gradients: bool
     update_bytes: int
     again_bytes: int = 0
+    counts_held: bool = False
 
     @property
     def total_bytes(self) -> int:
