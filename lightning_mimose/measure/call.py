@@ -170,6 +170,11 @@ class LeanItem:
     arguments: tuple[int, ...] = ()
     sources_bytes: int = 0
 
+    @property
+    def made_bytes(self) -> int:
+        """What is there besides once it has been made again: the other form goes with its use."""
+        return self.gain_bytes + self.held_bytes + self.sources_bytes
+
 
 @dataclass(frozen=True)
 class ResultItem:

@@ -64,7 +64,7 @@ class Handing:
 
     def also_bytes(self, grade: int) -> int:
         """Bytes of these."""
-        return sum((self.call.items or ())[index].gain_bytes for index in self.on_the_way(grade))
+        return sum((self.call.items or ())[index].made_bytes for index in self.on_the_way(grade))
 
     def temporary_bytes(self, grade: int) -> int:
         """What lives besides while it is rebuilt."""

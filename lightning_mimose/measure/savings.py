@@ -91,7 +91,7 @@ def rebuilding_bytes(items: Sequence[LeanItem], results: Sequence[ResultItem] = 
             if number not in found:
                 found.add(number)
                 waiting.extend(items[number].also)
-        return sum(items[i].gain_bytes + items[i].temporary_bytes for i in found if items[i].grade)
+        return sum(items[i].made_bytes + items[i].temporary_bytes for i in found if items[i].grade)
 
     of_items = (making(index) for index, item in enumerate(items) if item.grade)
     of_results = (each.nbytes + each.temporary_bytes + making(*each.also) for each in results)
