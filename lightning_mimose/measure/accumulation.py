@@ -1,10 +1,12 @@
 """Sums of gradients under a dispatch mode, made as they are without one.
 
-Where a tensor was used twice, autograd adds the second gradient to the first one in place, if nobody else holds that.
-Under any dispatch mode it makes a new tensor. That is one more while both are there, which is the peak of some steps;
-and its strides follow both: with gradients of different layouts (one came out of a transpose) kernels that follow see
-another layout, choose another way, and round otherwise.
+Where a tensor was used twice, autograd adds the second gradient to the first one in place, if nobody else holds that;
+and what a tensor was gathered from gets its gradient by writing on zeros. Under any dispatch mode both make a new
+tensor. That is one more while both are there, which is the peak of some steps; and a sum's strides follow both: with
+gradients of different layouts (one came out of a transpose) kernels that follow see another layout, choose another way,
+and round otherwise.
 https://github.com/pytorch/pytorch/blob/v2.10.0/torch/csrc/autograd/input_buffer.cpp#L120
+https://github.com/pytorch/pytorch/blob/v2.10.0/aten/src/ATen/TensorSubclassLikeUtils.h
 """
 
 from __future__ import annotations
@@ -17,50 +19,63 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ADD = torch.ops.aten.add.Tensor
+_ATEN = torch.ops.aten
+_ADD = _ATEN.add.Tensor
+_ON_ZEROS = {
+    _ATEN.scatter_add.default: (_ATEN.scatter_add_.default, frozenset({"GatherBackward0"})),
+    _ATEN.index_add.default: (_ATEN.index_add_.default, frozenset({"IndexSelectBackward0"})),
+    _ATEN.index_put.default: (_ATEN.index_put_.default, frozenset({"IndexBackward0"})),
+    _ATEN.scatter.src: (
+        _ATEN.scatter_.src,
+        frozenset(f"{name}Backward0" for name in ("Max", "Min", "Topk", "Sort", "Kthvalue", "Mode", "Median")),
+    ),
+}
+"""How formulas write on zeros of their own under a mode -> how else, and the nodes that do nothing more with them."""
 
-
-_ADDS_NOTHING = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Addmm", "Mm", "Bmm", "Convolution", "Embedding"),
-        *("Add", "Sub", "Neg", "Mul", "Div", "Exp", "Pow", "Rsqrt", "Sqrt", "Sum", "Mean"),
-        *(
-            "Gelu",
-            "Silu",
-            "Relu",
-            "Tanh",
-            "Sigmoid",
-            "Softmax",
-            "NativeLayerNorm",
-            "NativeBatchNorm",
-            "NativeGroupNorm",
-        ),
-        *("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze"),
-        *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Cat", "Stack", "Gather", "Index", "IndexSelect"),
-        *("Clone", "ToCopy", "MaskedFill", "Where", "NativeDropout", "Repeat", "ConstantPadNd"),
-    )
+# fmt: off
+_PLAIN_NODES = (
+    "Add", "Sub", "Neg", "Mul", "Div", "Exp", "Pow", "Rsqrt", "Sqrt", "Sum", "Mean", "Gelu", "Silu", "Relu",
+    "Tanh", "Sigmoid", "Softmax", "LogSoftmax", "MaskedFill", "Where", "NativeDropout", "Addmm", "Mm", "Bmm",
+    "Convolution", "Embedding", "NativeLayerNorm", "NativeBatchNorm", "NativeGroupNorm", "CudnnBatchNorm",
+    "MaxPool2DWithIndices", "AvgPool2D", "ScaledDotProductFlashAttentionForCpu",
+    "ScaledDotProductFlashAttention", "ScaledDotProductEfficientAttention", "View", "UnsafeView",
+    "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze", "Select", "Slice", "Split",
+    "SplitWithSizes", "Unbind", "Cat", "Stack", "Gather", "Index", "IndexSelect", "Clone", "ToCopy", "Repeat",
+    "ConstantPadNd",
 )
+# fmt: on
+_ADDS_NOTHING = frozenset(f"{name}Backward{overload}" for name in _PLAIN_NODES for overload in (0, 1))
 """Nodes in whose formulas nothing is added to a tensor, so that a sum in their time is autograd's own."""
 
 
-def summed_gradients(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The sum that autograd would have made in place; None for nearly everything else that is called.
+def in_place_gradients(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """What autograd would have made in place; None for nearly everything that is called.
 
     To be called by a mode with what it was given; under another mode nothing is imitated, for the user's own run is
-    under that one, too. A sum inside a backward formula looks the same, and what it adds to may be used again: after
-    nodes whose formula may have one, only the layout is imitated. A formula's values are the same then, its layout may
-    not be.
+    under that one, too.
     """
-    if func is not _ADD or kwargs or len(args) != 2 or torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+    if func is not _ADD and func not in _ON_ZEROS:
+        return None
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0 or torch._C._len_torch_dispatch_stack():
         return None
     node = torch._C._current_autograd_node()
-    in_place = node is not None and node.name() in _ADDS_NOTHING
+    name = "" if node is None else node.name()
+    if func is _ADD:
+        return None if kwargs or len(args) != 2 else _summed(args, in_place=name in _ADDS_NOTHING)
+    func, nodes = _ON_ZEROS[func]
+    written: torch.Tensor | None = func(*args, **kwargs) if name in nodes and _has_strides(args[0]) else None
+    return written
+
+
+def _summed(args: Any, *, in_place: bool) -> torch.Tensor | None:
+    """A sum of gradients.
+
+    One inside a backward formula looks the same, and what it adds to may be used again: after nodes whose formula may
+    have one, only the layout is imitated. A formula's values are the same then, its layout may not be.
+    """
     if not all(map(_has_strides, args)) or (not in_place and args[0].stride() == args[1].stride()):
         return None
-    if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype or torch._C._len_torch_dispatch_stack():
-        return None
-    if _holders(args) != _with_one_owner():
+    if args[0].shape != args[1].shape or args[0].dtype != args[1].dtype or _holders(args) != _with_one_owner():
         return None
     # It has its strides where no elements overlap and none is left out, which autograd asks for, too.
     if torch.empty_like(args[0], device="meta").stride() != args[0].stride():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,3 +95,33 @@ def test_a_sum_takes_no_more_memory_than_without_a_mode() -> None:
     assert max(interval.peak_bytes for interval in intervals) < 3 * 4000
     assert x.grad is not None
     assert x.grad.unique().tolist() == [14.0]
+
+
+@pytest.mark.parametrize("operation", ["gather", "index", "index_select", "max", "topk"])
+def test_what_was_chosen_from_gets_its_gradient_in_place(operation: str) -> None:
+    """With the same bits, and with the memory of one tensor."""
+    rows = torch.tensor([[3, 3, 1], [0, 2, 2]])
+    choose: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "gather": lambda x: x.gather(0, rows[:, :1].expand(2, 500)),
+        "index": lambda x: x[rows],
+        "index_select": lambda x: x.index_select(0, rows[0]),
+        "max": lambda x: x.max(0).values,
+        "topk": lambda x: x.topk(2, 0).values,
+    }
+
+    def gradient(meter: DispatchMeter | None) -> tuple[torch.Tensor, int]:
+        x = (torch.arange(20_000) * 0.7).sin().view(40, 500).requires_grad_()
+        loss = choose[operation](x).square().sum()
+        if meter is not None:
+            meter.start()
+        try:
+            loss.backward()
+        finally:
+            intervals = meter.stop() if meter is not None else []
+        assert x.grad is not None
+        return x.grad, max((interval.peak_bytes for interval in intervals), default=0)
+
+    (plain, _), (measured, peak_bytes) = gradient(None), gradient(DispatchMeter())
+    assert torch.equal(plain, measured)
+    chosen_bytes = choose[operation](torch.ones(40, 500)).nbytes
+    assert peak_bytes <= plain.nbytes + 3 * chosen_bytes + 64 < 2 * plain.nbytes

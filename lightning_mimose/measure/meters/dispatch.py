@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_mimose.measure.accumulation import summed_gradients
+from lightning_mimose.measure.accumulation import in_place_gradients
 from lightning_mimose.measure.interval import Allocator, Climb, Interval
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
@@ -87,7 +87,7 @@ class DispatchMeter(ThreadedMode):
         if func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
             self._notice_filled(kwargs.get("out"))
         inputs = {storage._cdata for storage in storages_in((args, kwargs))}
-        out = summed_gradients(func, args, kwargs)
+        out = in_place_gradients(func, args, kwargs)
         scratch = scratch_bytes(func, args, kwargs)
         out = func(*args, **kwargs) if out is None else out
         for storage in storages_in(out):
