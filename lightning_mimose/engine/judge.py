@@ -10,7 +10,6 @@ from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.step import Step
 from lightning_mimose.engine.unlike import Unlike
-from lightning_mimose.predict.rows import held_in_update
 
 
 class Judge:
@@ -26,23 +25,22 @@ class Judge:
         self._advisor, self._session, self._unlike = advisor, session, unlike
         self._warned = False
 
-    def compare(self, step: Step, peak: int, *, whole: bool, left_bytes: int = 0) -> None:
+    def compare(self, step: Step, peak: int, *, whole: bool) -> None:
         """A planned step: hold what it reached against what was predicted.
 
         Args:
             step: The step.
             peak: What it reached.
             whole: Whether it comes no further in its update.
-            left_bytes: What its backward left behind besides gradients, as far as is known.
         """
         plan = step.advice.plan
         if plan is not None and step.advice.bounded and peak > plan.predicted_peak_bytes:
             self._advisor.estimator.bounds.refute()  # strange or not: as nobody foresaw it, it may come again
         if not step.strange:  # else it says nothing of the steps that it was taken for
-            self._judge(step, peak, whole, left_bytes)
+            self._judge(step, peak, whole=whole)
         self._warn_of(step, peak)
 
-    def _judge(self, step: Step, peak: int, whole: bool, left_bytes: int) -> None:
+    def _judge(self, step: Step, peak: int, *, whole: bool) -> None:
         """See `compare`: what plans and predictions are worth."""
         advisor, budget = self._advisor, self._advisor.budget_bytes
         plan, predicted = step.advice.plan, step.advice.predicted_peak_bytes
@@ -54,7 +52,7 @@ class Judge:
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
         if plan is not None and predicted is not None and exact and clean and whole:
-            reached = max(peak, step.resident.update_bytes + held_in_update(step.resident, left_bytes))
+            reached = max(peak, step.resident.update_bytes + step.left_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
                 self._unlike.compare(predicted, reached)

@@ -25,6 +25,7 @@ from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.resting import Resting
+from lightning_mimose.predict.rows import held_in_update
 from lightning_mimose.sizes import BatchSize
 
 UNMEASURED_STEPS = 3
@@ -180,9 +181,9 @@ class Lessons:
             return
         self._unmeasured = 0
         peak = self._take_peak(step, trace)
+        step.left_bytes = held_in_update(step.resident, trace.left_bytes) if marks else 0
         if not step.sheltered or step.mixed:
-            left_bytes = trace.left_bytes if marks else 0
-            self._judge.compare(step, peak, whole=not self._evaluates, left_bytes=left_bytes)
+            self._judge.compare(step, peak, whole=not self._evaluates)
             return
         learnt = step.learns and self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
@@ -210,6 +211,8 @@ class Lessons:
             step.measured_peak_bytes = None  # what it has made counts as resident already
             return
         before_update = step.measured_peak_bytes or 0
+        if again:  # a forward that runs anew lets go of it, unseen
+            step.left_bytes = 0
         self._take_peak(step, trace)
         if again and trace.marks and not self._update.grows:
             self._evaluates = True
@@ -251,8 +254,9 @@ class Lessons:
             )
 
     def _take_peak(self, step: Step, trace: StepTrace) -> int:
-        peak = step.resident.lasting_bytes + trace.peak_bytes
-        reached = max(peak, step.resident.lasting_bytes + trace.aside_peak_bytes)
+        began_bytes = step.resident.lasting_bytes + step.left_bytes
+        peak = began_bytes + trace.peak_bytes
+        reached = max(peak, began_bytes + trace.aside_peak_bytes)
         step.measured_peak_bytes = max(reached - step.unfilled_bytes, step.measured_peak_bytes or 0)
         if trace.allocator is not None:
             step.reserved_peak_bytes = max(trace.allocator.reserved_bytes, step.reserved_peak_bytes or 0)

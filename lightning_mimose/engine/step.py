@@ -36,6 +36,7 @@ class Step:
         recorder: Measures the step, in those that are measured.
         gradients: Follows its gradients, likewise.
         measured_peak_bytes: What was measured so far.
+        left_bytes: What its backward left behind besides gradients, for the meter of the update, which does not see it.
         reserved_peak_bytes: What the allocator reserved at most.
         began_bytes: What tensors had asked an accelerator for when the meter began to run, without gradients.
         began: The point of the device's time at which it begins, if it is timed.
@@ -72,6 +73,7 @@ class Step:
     recorder: StepRecorder | PeakRecorder | None = None
     gradients: GradientLedger | None = None
     measured_peak_bytes: int | None = None
+    left_bytes: int = 0
     reserved_peak_bytes: int | None = None
     began_bytes: int = 0
     began: Any = None

@@ -269,7 +269,7 @@ def test_gradients_that_are_summed(action: str | None) -> None:
     check(Stepping, {} if action is None else {"layers.1": action})
 
 
-@pytest.mark.parametrize("action", ["lean", "lean+masks", "lean+products"])
+@pytest.mark.parametrize("action", ["lean", "lean+masks"])
 def test_buffers_that_a_block_replaces(action: str) -> None:
     """What is made where one was is nobody's: it is not taken for what somebody holds anyway."""
     check(Watching, dict.fromkeys(("layers.0", "layers.1", "layers.2"), action))
