@@ -211,7 +211,7 @@ class Lessons:
             step.measured_peak_bytes = None  # what it has made counts as resident already
             return
         before_update = step.measured_peak_bytes or 0
-        if again:  # a forward that runs anew lets go of it, unseen
+        if again or not on_cpu:  # a forward that runs anew lets go of it, unseen; a device's counters have it
             step.left_bytes = 0
         self._take_peak(step, trace)
         if again and trace.marks and not self._update.grows:

@@ -24,10 +24,9 @@ _ADD = _ATEN.add.Tensor
 _ON_ZEROS = {
     _ATEN.scatter_add.default: (_ATEN.scatter_add_.default, frozenset({"GatherBackward0"})),
     _ATEN.index_add.default: (_ATEN.index_add_.default, frozenset({"IndexSelectBackward0"})),
-    _ATEN.index_put.default: (_ATEN.index_put_.default, frozenset({"IndexBackward0"})),
     _ATEN.scatter.src: (
         _ATEN.scatter_.src,
-        frozenset(f"{name}Backward0" for name in ("Max", "Min", "Topk", "Sort", "Kthvalue", "Mode", "Median")),
+        frozenset(f"{name}Backward0" for name in ("Max", "Min", "Topk", "Sort", "Kthvalue", "Mode")),
     ),
 }
 """How formulas write on zeros of their own under a mode -> how else, and the nodes that do nothing more with them."""
@@ -45,7 +44,7 @@ _PLAIN_NODES = (
 )
 # fmt: on
 _ADDS_NOTHING = frozenset(f"{name}Backward{overload}" for name in _PLAIN_NODES for overload in (0, 1))
-"""Nodes in whose formulas nothing is added to a tensor, so that a sum in their time is autograd's own."""
+"""Nodes in whose formulas nothing is added to a tensor that is used again: a sum in their time is autograd's own."""
 
 
 def in_place_gradients(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -63,7 +62,10 @@ def in_place_gradients(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None
     if func is _ADD:
         return None if kwargs or len(args) != 2 else _summed(args, in_place=name in _ADDS_NOTHING)
     func, nodes = _ON_ZEROS[func]
-    written: torch.Tensor | None = func(*args, **kwargs) if name in nodes and _has_strides(args[0]) else None
+    # Hooks, and what runs again to get back what a node saved, run in its time: what is theirs is not written on.
+    if name not in nodes or not args or not _has_strides(args[0]) or _holders(args) != _with_one_owner():
+        return None
+    written: torch.Tensor = func(*args, **kwargs)
     return written
 
 
