@@ -57,6 +57,8 @@ def levels(
 def held_in_update(resident: Resident, left_bytes: int) -> int:
     """What is in the optimizer's update of that which backward leaves behind besides gradients.
 
+    On a device that counts its memory nothing: what modules hold lasts there. What the step returns is left out, then.
+
     Args:
         resident: What is alive besides activations.
         left_bytes: What is returned, kept by a module, or of a graph that somebody holds.
