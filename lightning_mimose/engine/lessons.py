@@ -167,8 +167,7 @@ class Lessons:
             self._advisor.hint("size", None)
         if step.recorder is None or not step.measuring:
             return
-        marks = isinstance(step.recorder, StepRecorder)
-        if isinstance(step.recorder, StepRecorder):
+        if marks := isinstance(step.recorder, StepRecorder):
             if step.gradients is not None:
                 step.gradients.look()
             step.recorder.mark("step", "end")

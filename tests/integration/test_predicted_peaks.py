@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from lightning_mimose import Mimose, StepRecord
 from lightning_mimose.predict.checking import EXACT_ERROR
-from tests.helpers.architectures import train
+from tests.helpers.architectures import Trained, train
 from tests.helpers.models import Batch, TinyText, text_batch
 
 WIDTH = 48
@@ -220,13 +220,8 @@ class Holding(Net):
         return self.head(x).square().mean()
 
 
-class Aside(Net):
+class Aside(Holding):
     """Keeps the graph of its last block to the next batch, and nothing that comes of it is in the loss."""
-
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__(block)
-        self.words = nn.Embedding(30_000, WIDTH)
-        self.held: torch.Tensor | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.held = None
@@ -246,6 +241,15 @@ def batches() -> list[Batch]:
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The model's own."""
     return model(batch["ids"])
+
+
+def planned_peaks(done: Trained) -> list[tuple[int, int]]:
+    """What was predicted of every planned step, and its peak."""
+    return [
+        (record.predicted_peak_bytes or 0, peak)
+        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
+        if not record.sheltered
+    ]
 
 
 @pytest.mark.parametrize("block", [Block, Returning, Choosing, Relative, Dropping])
@@ -317,11 +321,7 @@ def test_gradients_that_are_set_by_hand_are_gradients() -> None:
             parameter.grad = gradient
 
     done = train(lambda: model, batches(), "2GB", loss, backward_fn=backward, planner=lambda timeline, budget_bytes: {})
-    planned = [
-        (record.predicted_peak_bytes or 0, peak)
-        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
-        if not record.sheltered
-    ]
+    planned = planned_peaks(done)
     assert len(planned) >= 2
     assert all(0 <= predicted - peak <= 0.002 * peak for predicted, peak in planned)
 
@@ -331,11 +331,7 @@ def test_what_is_spared_of_a_graph_that_is_kept_is_spared_in_the_update() -> Non
 
     def run(actions: dict[str, str]) -> list[tuple[int, int]]:
         done = train(lambda: Aside(Block), batches(), "2GB", loss, planner=lambda timeline, budget_bytes: actions)
-        return [
-            (record.predicted_peak_bytes or 0, peak)
-            for record, peak in zip(done.mimose.records, done.peaks, strict=True)
-            if not record.sheltered
-        ]
+        return planned_peaks(done)
 
     kept, spared = run({}), run({"layers.2": "recompute"})
     for planned in (kept, spared):
@@ -366,11 +362,7 @@ def test_attention_over_images_of_any_size() -> None:
     draw = random.Random(3)
     images = [{"pixels": torch.ones(2, 3, draw.randrange(64, 144), draw.randrange(64, 144))} for _ in range(16)]
     done = train(Halving, images, "2GB", lambda model, batch: model(batch["pixels"]))
-    planned = [
-        (record.predicted_peak_bytes, peak)
-        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
-        if not record.sheltered
-    ]
+    planned = planned_peaks(done)
     assert len(planned) >= 6
     assert all(-1e-4 <= predicted / peak - 1 <= 0.01 for predicted, peak in planned)
 
@@ -389,11 +381,7 @@ def check(
     done = train(
         lambda: make(block), batches(), "2GB", loss, planner=planner, units=["layers.*", *parts, "embeddings.*"]
     )
-    planned = [
-        (record.predicted_peak_bytes, peak)
-        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
-        if not record.sheltered
-    ]
+    planned = planned_peaks(done)
     assert len(planned) >= 2
     assert all(0 <= predicted - peak <= RNG_STATE_BYTES for predicted, peak in planned)
     assert all(actions.keys() <= r.actions.keys() for r in done.mimose.records if not r.sheltered)
