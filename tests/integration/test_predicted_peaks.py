@@ -140,6 +140,19 @@ class Stepping(nn.Module):
         return (x + self.down(state)[:, None],)
 
 
+class Widening(nn.Module):
+    """A product with what is as wide in one dimension more, as state spaces have: its gradient is summed to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rates = nn.Parameter(torch.linspace(0.1, 1, 4))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        steps, values = functional.softplus(self.up(x)), self.down(x)
+        return (x + (steps[..., None] * self.rates * values[..., None]).sum(-1),)
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -271,6 +284,12 @@ def test_what_is_handed_on_to_a_block_that_runs_again(action: str) -> None:
 def test_gradients_that_are_summed(action: str | None) -> None:
     """In place, as autograd does it in a step that nobody measures."""
     check(Stepping, {} if action is None else {"layers.1": action})
+
+
+@pytest.mark.parametrize("action", ["lean", "recompute", "recompute+lean"])
+def test_gradients_that_are_summed_to_what_was_expanded(action: str) -> None:
+    """What is rebuilt for one operation is gone by then, as what a recomputation saved is."""
+    check(Widening, {"layers.2": action})
 
 
 @pytest.mark.parametrize("action", ["lean", "lean+masks"])

@@ -176,18 +176,22 @@ class View(Handle):
 class Rebuilt(Handle):
     """Something that has to be made again, and is shared while one backward pass lasts.
 
-    It stays as long as autograd would have kept it from its first use on: until every operation that saved it is done.
-    What others keep anyway (`keep`) is not made again.
+    It stays from its first use until the last operation that saved it has it, or is done if something else is made
+    from it, too. What others keep anyway (`keep`) is not made again.
+
+    Attributes:
+        uses: How many operations that saved it are not done yet.
+        builds: How many recipes there are that are made from it.
     """
 
     operations = 1
     """How many are run for it where nothing is made once for several."""
 
-    __slots__ = ("__weakref__", "_kept", "_memo", "_task", "uses")
+    __slots__ = ("__weakref__", "_kept", "_memo", "_task", "builds", "uses")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         super().__init__(nbytes, shape, grade)
-        self.uses = 0
+        self.uses = self.builds = 0
         self._task = (-1, 0)
         self._memo: torch.Tensor | None = None
         self._kept: Kept | None = None
@@ -232,6 +236,14 @@ class Rebuilt(Handle):
 
     def _made(self) -> torch.Tensor:
         raise NotImplementedError
+
+    def is_used(self) -> None:
+        """An operation has the value: if nobody else needs it, that decides how long it is there.
+
+        What it is summed to afterwards, for gradients of what was expanded, is made when it has let go of it.
+        """
+        if self.uses == 1 and not self.builds:
+            self.forget()
 
     def forget(self) -> None:
         """Let go of a value that was shared."""
@@ -288,8 +300,13 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
     """What is given to autograd as the hook for unpacking."""
     if isinstance(packed, Kept):  # most are
         return packed.value()
-    handle = packed.handle if isinstance(packed, Use) else packed
-    return _without_autocast(handle.value)
+    if not isinstance(packed, Use):
+        return _without_autocast(packed.value)
+    value = _without_autocast(packed.handle.value)
+    rebuilt = packed.handle.rebuilt
+    if rebuilt is not None:
+        rebuilt.is_used()
+    return value
 
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:

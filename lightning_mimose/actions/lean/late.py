@@ -16,7 +16,7 @@ from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Spot
 from lightning_mimose.actions.lean.values import Key
 
-_COPIED = tuple(name for name in Recipe.__slots__ if name not in ("_switches", "is_built_on"))
+_COPIED = tuple(name for name in Recipe.__slots__ if name != "_switches")
 """What a value's own recipe tells; the switches are those that its operation ran with, not its source's."""
 
 
@@ -45,6 +45,9 @@ class Late(Recipe):
         """Be rebuilt by a recipe from now on, and let go of the tensor."""
         for name in _COPIED:
             setattr(self, name, getattr(recipe, name))
+        for each in self.inputs:
+            if each.rebuilt is not None:
+                each.rebuilt.builds += 1
         self.grade = recipe.grade
         self.is_kept = False
         self._kept = None
@@ -73,7 +76,7 @@ class Waiting:
     def may_change(self) -> bool:
         """Whether nothing was made from it, and nobody has changed it."""
         handle = self.handle
-        return not handle.is_built_on and (not isinstance(handle, Late) or (handle.is_kept and handle.is_intact))
+        return not handle.builds and (not isinstance(handle, Late) or (handle.is_kept and handle.is_intact))
 
 
 class WaitingRoom:

@@ -21,7 +21,6 @@ class Recipe(Rebuilt):
     Attributes:
         widest_bytes: Bytes of the largest value that is made on the way to it, itself included.
         own_grade: The least grade that would have it, if all of `inputs` were saved.
-        is_built_on: Whether another recipe was made from it.
         operations: How many of the same call are run for it where nothing is made once for several; what another unit
             has returned is made when that is due.
 
@@ -47,7 +46,6 @@ class Recipe(Rebuilt):
         "_switches",
         "_takes_out",
         "inputs",
-        "is_built_on",
         "is_view",
         "operations",
         "own_grade",
@@ -76,19 +74,25 @@ class Recipe(Rebuilt):
         self._switches = ARITHMETIC.positions()
         self._made_in = made_in
         self.own_grade = grade if own_grade is None else own_grade
-        self.is_built_on = False
         self._longest_first: Sequence[int] = ()
         self.operations, self.widest_bytes = 1, 0 if is_view else nbytes
         for each in self.inputs:
             rebuilt = each.rebuilt
+            if rebuilt is not None:
+                rebuilt.builds += 1
             if isinstance(rebuilt, Recipe):
-                rebuilt.is_built_on = True
                 self.operations += self._operations_of(rebuilt)
                 if each is rebuilt and not each.is_saved:
                     self.widest_bytes = max(self.widest_bytes, rebuilt.widest_bytes)
         if self.operations > MANY_OPERATIONS:
             operations = [self._operations_of(each.rebuilt) for each in self.inputs]
             self._longest_first = sorted(range(len(operations)), key=operations.__getitem__, reverse=True)
+
+    def __del__(self) -> None:
+        for each in self.inputs:
+            rebuilt = each.rebuilt
+            if rebuilt is not None:
+                rebuilt.builds -= 1
 
     @property
     def sources(self) -> Sequence[Handle]:
