@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,17 +66,26 @@ class FlopTally(ThreadedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.dynamic |= torch.Tag.dynamic_output_shape in func.tags and not _is_plain_indexing(func, args)
-        formula = flop_registry.get(func._overloadpacket)
+        formula, is_dynamic, is_counted = _traits(func)
+        if is_dynamic and not _is_plain_indexing(func, args):
+            self.dynamic = True
         if formula is not None:
             # A formula that cannot read these arguments must not end a training.
             with suppress(Exception):
                 self.total += int(formula(*args, **(kwargs or {}), out_val=out))
-        elif not func.is_view and func._overloadpacket not in _UNFILLED:
+        elif is_counted:
             made = out[0] if isinstance(out, tuple) and out else out  # of a norm, beside its statistics
             if isinstance(made, torch.Tensor):
                 self.besides += made.numel() * _of_one(func, made, args)
         return out
+
+
+@cache
+def _traits(func: Any) -> tuple[Any, bool, bool]:
+    """Its formula, if any; whether sizes of its results may depend on what it is given; whether elements count."""
+    packet = func._overloadpacket
+    is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+    return flop_registry.get(packet), is_dynamic, not func.is_view and packet not in _UNFILLED
 
 
 def _is_plain_indexing(func: Any, args: Any) -> bool:

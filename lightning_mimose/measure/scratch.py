@@ -6,6 +6,7 @@ keeps its state per thread, so a profiler that the user is running sees nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import forward_ad
 
-from lightning_mimose.parts import leaves_in, storages_in
+from lightning_mimose.parts import storages_in
 
 TRIES = 3
 """A kernel that needed no scratch in so many sizes is not asked again; convolutions always are, see `_many_kernels`."""
@@ -23,18 +24,24 @@ _known: dict[Any, int] = {}
 _clean: dict[Any, int] = {}
 
 
-def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """What an operator allocates at once besides its results, measured once per operator and input shapes."""
+def scratch_bytes(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> int:
+    """What an operator allocates at once besides its results, measured once per operator and input shapes.
+
+    Args:
+        func: The operator.
+        args: What it is given.
+        kwargs: Likewise.
+        leaves: The leaves of both.
+    """
     if not _repeatable(func):
         return 0
-    leaves = leaves_in((args, kwargs))
     # Other kernels run for other types and layouts: a product in bfloat16 needs scratch, one in float32 needs none.
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     threads = torch.get_num_threads()
     kernel = (func, threads, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-        return 0
     if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func):
+        return 0
+    if any(type(leaf) is torch.Generator for leaf in leaves):
         return 0
     key = (func, tuple(_describe(leaf) for leaf in leaves), threads)
     if key not in _known:

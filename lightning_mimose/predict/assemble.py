@@ -240,8 +240,8 @@ class _Assembly(Rows):
                 self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
             self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)
-        spared = np.maximum(self.level[position[here]] - alive[here], 0)
-        np.add.at(self.relief, (row_of[shape[here]], position[here]), spared)
+        # Below zero where what keeps something in another form has it beside what it makes of it: a mask's bits.
+        np.add.at(self.relief, (row_of[shape[here]], position[here]), self.level[position[here]] - alive[here])
 
     def add_offload(self, link: Link) -> None:
         """Offloading: gone while the unit that runs next is through its forward and not yet in its backward.

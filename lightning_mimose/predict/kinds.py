@@ -110,12 +110,16 @@ class _Pattern:
 
     def _period(self, now: int) -> int | None:
         """The least number of steps after which it came again whenever it could, or nearly so."""
-        came, first = set(self._came), min(self._came)
-        for period in sorted({step - other for step in came for other in came if step > other}):
-            again = sum(step + period in came for step in came)
-            missing = sum(step + period < now and step + period not in came for step in came)
-            surplus = sum(step - period >= first and step - period not in came for step in came)
-            if again and (missing + surplus) * MISSING <= again:
+        first = min(self._came)
+        came = 0  # a bit for each step: all are moved on at once
+        for step in self._came:
+            came |= 1 << (step - first)
+        over = (1 << (now - first)) - 1
+        for period in sorted({step - other for step in self._came for other in self._came if step > other}):
+            due, before = came << period, came >> period
+            missing, surplus = due & over & ~came, before & ~came
+            again = (due & came).bit_count()
+            if again and (missing.bit_count() + surplus.bit_count()) * MISSING <= again:
                 return period
         return None
 

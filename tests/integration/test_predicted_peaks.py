@@ -59,6 +59,17 @@ class Dropping(Block):
         return (x + wide.unflatten(-1, (-1, WIDTH)).sum(-2),)
 
 
+class Attending(Block):
+    """Attends with many heads, whose masks have bits beside them where its backward takes the most."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, keys, values = (
+            linear(x).unflatten(-1, (8, -1)).transpose(1, 2) for linear in (self.queries, self.keys, self.values)
+        )
+        probabilities = functional.dropout((queries @ keys.transpose(2, 3)).softmax(-1), 0.1)
+        return (x + self.down(functional.gelu(self.up((probabilities @ values).transpose(1, 2).flatten(2)))),)
+
+
 class Choosing(Block):
     """Chooses by scores with gradients to which nothing leads from the result, as routers do."""
 
@@ -265,11 +276,11 @@ def planned_peaks(done: Trained) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("block", [Block, Returning, Choosing, Relative, Dropping])
-@pytest.mark.parametrize("action", [None, "lean", "lean+masks", "lean+products", "recompute"])
+@pytest.mark.parametrize("block", [Block, Returning, Attending, Choosing, Relative, Dropping])
+@pytest.mark.parametrize("action", [None, "lean", "lean+masks", "lean+products", "recompute", "recompute+lean"])
 def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) -> None:
     """Within the random state that a sheltered step's region holds in its own backward."""
-    layer = "layers.2" if block is Dropping else "layers.0"
+    layer = "layers.2" if block in (Attending, Dropping) else "layers.0"
     records = check(block, {} if action is None else {layer: action})
     assert action is None or all(layer in record.actions for record in records)
 

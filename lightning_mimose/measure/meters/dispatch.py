@@ -13,7 +13,7 @@ from lightning_mimose.measure.accumulation import in_place_gradients
 from lightning_mimose.measure.interval import Allocator, Climb, Interval
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.scratch import scratch_bytes
-from lightning_mimose.parts import storages_in
+from lightning_mimose.parts import leaves_in, storages_in, storages_of
 
 
 class DispatchMeter(ThreadedMode):
@@ -27,7 +27,8 @@ class DispatchMeter(ThreadedMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._climb = Climb()
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[int, weakref.ref[Any] | None]] = {}
+        """What is alive, by its address: its bytes, and what tells when it goes."""
         self._gathered: dict[int, torch.UntypedStorage] = {}
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._intervals: list[Interval] = []
@@ -46,9 +47,8 @@ class DispatchMeter(ThreadedMode):
 
     def hold(self, owner: object, nbytes: int) -> None:
         """Count what no operator returned."""
-        self._known[id(owner)] = nbytes
         self._climb.changes(nbytes)
-        weakref.finalize(owner, self._freed, id(owner))
+        self._know(id(owner), nbytes, owner)
 
     def ask(self, storage: torch.UntypedStorage) -> None:
         """No operator has returned it since the start."""
@@ -58,8 +58,7 @@ class DispatchMeter(ThreadedMode):
         """Follow them as if an operator had returned them."""
         for storage in storages:
             if storage._cdata not in self._known:
-                self._known[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata)
+                self._know(storage._cdata, storage.nbytes(), storage)
         self.sees_old_frees = True
 
     def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -77,31 +76,37 @@ class DispatchMeter(ThreadedMode):
         self._followed.clear()
         self.__exit__(None, None, None)
         self.mark()
+        self._known.clear()
         self._gathered.clear()
         return self._intervals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the storages of the results that were not seen before."""
         kwargs = kwargs or {}
-        self._notice_emptied()
+        if self._gathered:
+            self._notice_emptied()
         if func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
             self._notice_filled(kwargs.get("out"))
-        inputs = {storage._cdata for storage in storages_in((args, kwargs))}
-        out = in_place_gradients(func, args, kwargs)
-        scratch = scratch_bytes(func, args, kwargs)
+        out = in_place_gradients(func, args, kwargs)  # before anything here holds what it looks at the holders of
+        leaves = leaves_in((args, kwargs))
+        given = {storage._cdata for storage in storages_of(leaves)}
+        scratch = scratch_bytes(func, args, kwargs, leaves)
         out = func(*args, **kwargs) if out is None else out
         for storage in storages_in(out):
             key = storage._cdata
-            if key not in inputs and key not in self._known:
-                self._known[key] = storage.nbytes()
+            if key not in given and key not in self._known:
                 self._climb.changes(storage.nbytes())
-                weakref.finalize(storage, self._freed, key)
+                self._know(key, storage.nbytes(), storage)
         self._climb.takes_for_a_moment(scratch)
         return out
 
-    def _freed(self, key: int) -> None:
+    def _know(self, key: int, nbytes: int, owner: object) -> None:
+        # A finalizer does the same, and takes several times as long.
+        self._known[key] = nbytes, weakref.ref(owner, partial(self._freed, key))
+
+    def _freed(self, key: int, _: object = None) -> None:
         if key in self._known:
-            self._lower(self._known.pop(key))
+            self._lower(self._known.pop(key)[0])
 
     def _lower(self, nbytes: int, _: object = None) -> None:
         self._climb.changes(-nbytes)
@@ -111,7 +116,7 @@ class DispatchMeter(ThreadedMode):
             key = storage._cdata
             if key not in self._known:
                 self._climb.changes(storage.nbytes())
-                self._known[key] = storage.nbytes()
+                self._known[key] = storage.nbytes(), None
             self._gathered[key] = storage
 
     def _notice_emptied(self) -> None:
