@@ -20,7 +20,7 @@ class Advice(NamedTuple):
 
     Attributes:
         plan: The plan; None to run sheltered.
-        predicted_peak_bytes: For the batch's actual size; None when sheltered.
+        predicted_peak_bytes: For the batch's actual size; None when sheltered, and where no prediction is trusted.
         cache_hit: Whether the plan was known.
         infeasible: Whether even the most saving plan exceeds the budget.
         to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured.

@@ -106,7 +106,7 @@ class LeanSaves:
         self._held = Storages()
         self.hold(held, given)
         self._count = 0
-        self._storages: dict[int, tuple[Any, Handle | None, Any, bool]] = {}
+        self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._small_bytes = small_bytes
         self._settles = applies and told is None and small_bytes == SMALL_BYTES
         self._kept_in_vain: list[tuple[Spot, tuple[Handle | None, ...]]] = []
@@ -264,9 +264,9 @@ class LeanSaves:
         # The same memory is the same value if it looks the same and nobody has changed it in between.
         state = state_of(base)
         # By its address, which is another storage's once it is gone.
-        ref, known, as_found, is_right = self._storages.get(storage._cdata, (None, None, state, False))
+        ref, known, as_found = self._storages.get(storage._cdata, (None, None, state))
         if ref is not None and ref() is not storage:
-            ref, known, as_found, is_right = None, None, state, False
+            ref, known, as_found = None, None, state
         if as_found != state:
             known = None
         elif known is None:
@@ -278,15 +278,14 @@ class LeanSaves:
         handle: Handle | None = None
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
-            if not known.is_kept and not is_right:
+            if not known.is_kept:
                 place = Place(self._count, node.name() if node is not None else "", handle.identity)
                 handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
             known = handle if base is tensor else Kept(base)
         if ref is None:
-            # What was right as a whole is right in all its views: in a loop over them that is a comparison for each.
-            self._storages[storage._cdata] = weakref.ref(storage), known, state, base is tensor
+            self._storages[storage._cdata] = weakref.ref(storage), known, state
         if node is not None:
             self._values.enter((node, output), known if as_found == state else None)
         if self._told is not None:

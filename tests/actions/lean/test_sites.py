@@ -113,26 +113,6 @@ def test_settling() -> None:
     assert sites.idle[idle] == BUSY
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_views_of_what_was_compared_as_a_whole_are_not_compared(whole: bool) -> None:
-    """In a loop that is longer today each would be a comparison, beside everything the loop holds."""
-
-    def scan(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
-        wide = watch((x * 2).exp() if whole else functional.gelu(x * 2))
-        state = torch.ones(32)
-        for row in wide.unbind():
-            state = (state.cumsum(0) * row).cumsum(0)
-        return state
-
-    sites, plain = Sites(), Pass(scan, inputs(40), None)
-    few = Pass(scan, inputs(24), 1, sites=sites)
-    places = len(sites.checked)
-    many = Pass(scan, inputs(40), 1, sites=sites)
-    assert few.alive == many.alive == [False]
-    assert same_bits(many.bits, plain.bits)
-    assert (len(sites.checked) == places) == whole
-
-
 def test_spots_that_never_come_again_are_not_remembered_for_ever() -> None:
     sites = Sites()
     for number in range(2 * MOST_SPOTS):
