@@ -157,6 +157,8 @@ class LeanItem:
         held_bytes: What the other form takes; it is made while the storage is still there.
         arguments: Storage ids of what the call was given, and has to keep for it.
         sources_bytes: What would be gone without the recipe that needs it.
+        since: The least grade that lets go of it when it dies, and each time that it is said to die again, for what
+            it is made from has been saved in between; `grade` where that is not told.
     """
 
     storage: int
@@ -169,6 +171,7 @@ class LeanItem:
     held_bytes: int = 0
     arguments: tuple[int, ...] = ()
     sources_bytes: int = 0
+    since: tuple[int, ...] = ()
 
     @property
     def made_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -56,7 +57,7 @@ def savings(
             lean[handed.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
         early = frozenset[int]() if handed is None else handed.early(grade)
-        found.append(_of_grade(trace, call, last, own, lean, taken, items, lent, early))
+        found.append(_of_grade(trace, call, last, own, grade, lean, taken, items, lent, early))
     return found
 
 
@@ -103,6 +104,7 @@ def _of_grade(
     call: Call,
     last: int,
     own: list[int],
+    grade: int,
     lean: list[bool],
     taken: list[bool],
     items: tuple[LeanItem, ...],
@@ -112,6 +114,7 @@ def _of_grade(
     key, first, backward = call.key, call.marks["again"], call.marks["again_out"]
     spared: set[int] = set()
     used: set[int] = set()
+    deaths: Counter[int] = Counter()
     beside: dict[int, int] = {}  # of what is there again: its other form, which goes with it
     tops: dict[int, list[tuple[int, ...]]] = {}
     relief = 0
@@ -121,7 +124,10 @@ def _of_grade(
         if piece.event is not None and piece.event[0] == key:
             _, what, index = piece.event
             if what == DIES and taken[index]:
-                spared.add(index)
+                since = items[index].since[deaths[index] :]
+                deaths[index] += 1
+                if not since or since[0] <= grade:
+                    spared.add(index)
             elif what == IS_USED:
                 rebuilt = [index]
                 while rebuilt:

@@ -70,6 +70,16 @@ class Attending(Block):
         return (x + self.down(functional.gelu(self.up((probabilities @ values).transpose(1, 2).flatten(2)))),)
 
 
+class Scaling(Block):
+    """Saves what was made of keys before it saves the keys themselves, as attention by relative positions does."""
+
+    def attention(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self.keys(x)
+        scores = self.queries(x) @ (-keys).transpose(1, 2) + keys @ self.values(x).transpose(1, 2)
+        probabilities = functional.dropout(scores.softmax(-1), 0.1)
+        return x + probabilities @ x, probabilities
+
+
 class Choosing(Block):
     """Chooses by scores with gradients to which nothing leads from the result, as routers do."""
 
@@ -276,7 +286,7 @@ def planned_peaks(done: Trained) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("block", [Block, Returning, Attending, Choosing, Relative, Dropping])
+@pytest.mark.parametrize("block", [Block, Returning, Attending, Scaling, Choosing, Relative, Dropping])
 @pytest.mark.parametrize("action", [None, "lean", "lean+masks", "lean+products", "recompute", "recompute+lean"])
 def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) -> None:
     """Within the random state that a sheltered step's region holds in its own backward."""

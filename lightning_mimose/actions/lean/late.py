@@ -120,14 +120,20 @@ class WaitingRoom:
         for source in _unsaved(recipe):
             self._by_source.setdefault(id(source), []).append(waiting)
 
-    def lower(self, source: Handle) -> None:
+    def lower(self, source: Handle) -> list[Recipe]:
         """What a survey's recipes are made from is saved for the first time: that is there in any grade.
 
-        Unless the forward has let go of their tensors before, from when on those count as spared.
+        Returns:
+            Those whose tensors the forward has let go of before: lower grades than theirs spare them from now on.
         """
+        late = []
         for each in self._by_source.pop(id(source), ()) if self._by_source else ():
-            if each.may_change and each.tensor() is not None:
-                each.handle.grade = least_grade(each.handle)
+            if each.may_change:
+                grade = least_grade(each.handle)
+                if grade < each.handle.grade and each.tensor() is None:
+                    late.append(each.handle)
+                each.handle.grade = grade
+        return late
 
 
 def _unsaved(recipe: Recipe) -> Iterable[Recipe]:

@@ -72,6 +72,7 @@ class LeanSaves:
         took: Whether it has saved what another unit had returned.
         taken: By what that is rebuilt.
         spoiled: Units whose results were changed before this one saved them.
+        lowered: In a survey, what lower grades have from now on, although its tensor was gone before.
 
     Args:
         sites: What is known about the unit's places.
@@ -119,6 +120,7 @@ class LeanSaves:
         self.compared = self.differed = self.took = False
         self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
+        self.lowered: list[Recipe] = []
 
     @property
     def borrowed(self) -> list[torch.Tensor]:
@@ -173,6 +175,7 @@ class LeanSaves:
         self._held.clear()
         self._kept_in_vain.clear()
         self._rebuilt_here.clear()
+        self.lowered.clear()
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
@@ -197,7 +200,7 @@ class LeanSaves:
         rebuilt = handle.rebuilt
         if rebuilt is not None and not rebuilt.is_saved:
             rebuilt.is_saved = True
-            self._waiting.lower(rebuilt)
+            self.lowered += self._waiting.lower(rebuilt)
         handle.owner = values.owner
         handle.is_saved = True
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or

@@ -41,6 +41,7 @@ class _Found:
         self.is_cached = False
         self.alive: set[int] = set()
         self.watches: list[weakref.ref[torch.Tensor]] = []
+        self.since: list[int] = []
 
     @property
     def kept(self) -> bool:
@@ -164,8 +165,18 @@ class LeanSurvey:
         handle = self._saves.pack(tensor)
         surveyed = Surveyed(pack(_alias(tensor)), handle.handle if isinstance(handle, Use) else handle)
         self._packs.append(self._latest)
+        for late in self._saves.lowered:
+            self._is_lowered(late)
+        self._saves.lowered.clear()
         self._surveyed.append(surveyed)
         return surveyed
+
+    def _is_lowered(self, late: Handle) -> None:
+        """What it is made from is saved by now: grades that have it since then let go of it now."""
+        for index, found in enumerate(self._found):
+            if found.handle is late and found.since:
+                found.since.append(late.grade)
+                self._happens(DIES, index)
 
     def _told(self, saved: Saved) -> None:
         """A tensor that may be worth a recipe was saved."""
@@ -192,6 +203,7 @@ class LeanSurvey:
             def dies(_: Any, self: LeanSurvey = self, found: _Found = found, key: int = key) -> None:
                 found.alive.discard(key)
                 if self._watching and not found.alive:
+                    found.since.append(0 if found.handle is None else found.handle.grade)
                     self._happens(DIES, index)
 
             found.watches.append(weakref.ref(saved.tensor, dies))
@@ -220,6 +232,7 @@ class LeanSurvey:
             held,
             tuple({self._identify(each) for each in _arguments(handle)}),
             needed,
+            tuple(found.since),
         )
 
     def returned(self, out: Any) -> None:
