@@ -276,7 +276,7 @@ class Offloader:
 
 
 def _fetch(waiting: list[weakref.ref[Moved]], _: Any) -> None:
-    fetched = [moved for ref in waiting if (moved := ref()) is not None]
+    fetched = [moved for ref in waiting if (moved := ref()) is not None and not moved.is_over]
     for moved in fetched:
         moved.fetch()
     if fetched:

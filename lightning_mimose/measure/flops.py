@@ -66,9 +66,10 @@ class FlopTally(ThreadedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula, is_dynamic, is_counted = _traits(func)
+        is_dynamic, is_counted = _traits(func)
         if is_dynamic and not _is_plain_indexing(func, args):
             self.dynamic = True
+        formula = flop_registry.get(func._overloadpacket)  # now: more may be registered at any time
         if formula is not None:
             # A formula that cannot read these arguments must not end a training.
             with suppress(Exception):
@@ -81,11 +82,9 @@ class FlopTally(ThreadedMode):
 
 
 @cache
-def _traits(func: Any) -> tuple[Any, bool, bool]:
-    """Its formula, if any; whether sizes of its results may depend on what it is given; whether elements count."""
-    packet = func._overloadpacket
-    is_dynamic = torch.Tag.dynamic_output_shape in func.tags
-    return flop_registry.get(packet), is_dynamic, not func.is_view and packet not in _UNFILLED
+def _traits(func: Any) -> tuple[bool, bool]:
+    """Whether sizes of its results may depend on what it is given, and whether elements count."""
+    return torch.Tag.dynamic_output_shape in func.tags, not func.is_view and func._overloadpacket not in _UNFILLED
 
 
 def _is_plain_indexing(func: Any, args: Any) -> bool:

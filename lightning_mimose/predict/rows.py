@@ -259,7 +259,7 @@ class Rows:
         shared = shared_holds(structure, value, base, held, self.runs_again, self.borrows)
         # Of graphs that somebody holds, what is spared at the step's end is spared in the update.
         held_bytes = add_held(structure, base, self.resident, self.own[int(structure.times[-1])])
-        relief[:, -1] = np.minimum(relief[:, count - 1], held_bytes)
+        relief[:, -1] = np.clip(relief[:, count - 1], 0, held_bytes)
         ending = np.zeros(len(base), dtype=np.int64)
         ending[count : count + len(again)] = (structure.layout.whole(value) - self.working)[list(self.again)]
         own = structure.layout.labels

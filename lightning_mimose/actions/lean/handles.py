@@ -187,12 +187,12 @@ class Rebuilt(Handle):
     operations = 1
     """How many are run for it where nothing is made once for several."""
 
-    __slots__ = ("__weakref__", "_kept", "_memo", "_task", "builds", "uses")
+    __slots__ = ("__weakref__", "_kept", "_memo", "_over", "_task", "builds", "uses")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         super().__init__(nbytes, shape, grade)
         self.uses = self.builds = 0
-        self._task = (-1, 0)
+        self._task, self._over = (-1, 0), (-1, -1)
         self._memo: torch.Tensor | None = None
         self._kept: Kept | None = None
 
@@ -240,10 +240,15 @@ class Rebuilt(Handle):
     def is_used(self) -> None:
         """An operation has the value: if nobody else needs it, that decides how long it is there.
 
-        What it is summed to afterwards, for gradients of what was expanded, is made when it has let go of it.
+        Gradients of what was expanded are summed after the operation's own formula, which has let go of it by then.
         """
         if self.uses == 1 and not self.builds:
-            self.forget()
+            self._memo, self._over = None, self._task
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will ask for it again in the backward pass that runs."""
+        return self._over == self._task == _pass()
 
     def forget(self) -> None:
         """Let go of a value that was shared."""
@@ -282,31 +287,31 @@ def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:
 class Use:
     """What an operation holds of a handle that is rebuilt; autograd drops it as soon as the operation is done."""
 
-    __slots__ = ("handle",)
+    __slots__ = ("_asked", "_rebuilt", "handle")
 
     def __init__(self, handle: Handle, rebuilt: Rebuilt) -> None:
-        self.handle = handle
+        self.handle, self._rebuilt, self._asked = handle, rebuilt, False
         rebuilt.uses += 1
 
     def __del__(self) -> None:
-        rebuilt = self.handle.rebuilt
-        if rebuilt is not None:
-            rebuilt.uses -= 1
-            if rebuilt.uses == 0:
-                rebuilt.forget()
+        self._rebuilt.uses -= 1
+        if self._rebuilt.uses == 0:
+            self._rebuilt.forget()
+
+    def value(self) -> torch.Tensor:
+        """The tensor, for the operation."""
+        found = _without_autocast(self.handle.value)
+        if not self._asked:  # who asks several times (a function of the user's) is not given several
+            self._asked = True
+            self._rebuilt.is_used()
+        return found
 
 
 def unpack(packed: Handle | Use) -> torch.Tensor:
     """What is given to autograd as the hook for unpacking."""
     if isinstance(packed, Kept):  # most are
         return packed.value()
-    if not isinstance(packed, Use):
-        return _without_autocast(packed.value)
-    value = _without_autocast(packed.handle.value)
-    rebuilt = packed.handle.rebuilt
-    if rebuilt is not None:
-        rebuilt.is_used()
-    return value
+    return packed.value() if isinstance(packed, Use) else _without_autocast(packed.value)
 
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:

@@ -45,9 +45,7 @@ class Late(Recipe):
         """Be rebuilt by a recipe from now on, and let go of the tensor."""
         for name in _COPIED:
             setattr(self, name, getattr(recipe, name))
-        for each in self.inputs:
-            if each.rebuilt is not None:
-                each.rebuilt.builds += 1
+        self._count(1)
         self.grade = recipe.grade
         self.is_kept = False
         self._kept = None

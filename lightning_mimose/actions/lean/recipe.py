@@ -69,17 +69,17 @@ class Recipe(Rebuilt):
         own_grade: int | None = None,
     ) -> None:
         super().__init__(nbytes, shape, grade)
-        self._rebuild, self.inputs, self.work, self.is_view = rebuild, tuple(inputs), work, is_view
+        self._rebuild, self.work, self.is_view = rebuild, work, is_view
         self._gives_away, self._takes_out = gives_away or takes_out, takes_out
         self._switches = ARITHMETIC.positions()
         self._made_in = made_in
         self.own_grade = grade if own_grade is None else own_grade
         self._longest_first: Sequence[int] = ()
         self.operations, self.widest_bytes = 1, 0 if is_view else nbytes
+        self.inputs = tuple(inputs)
+        self._count(1)
         for each in self.inputs:
             rebuilt = each.rebuilt
-            if rebuilt is not None:
-                rebuilt.builds += 1
             if isinstance(rebuilt, Recipe):
                 self.operations += self._operations_of(rebuilt)
                 if each is rebuilt and not each.is_saved:
@@ -89,10 +89,14 @@ class Recipe(Rebuilt):
             self._longest_first = sorted(range(len(operations)), key=operations.__getitem__, reverse=True)
 
     def __del__(self) -> None:
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        """Tell what it is made from that it is, or no more."""
         for each in self.inputs:
             rebuilt = each.rebuilt
             if rebuilt is not None:
-                rebuilt.builds -= 1
+                rebuilt.builds += change
 
     @property
     def sources(self) -> Sequence[Handle]:

@@ -120,7 +120,7 @@ def make_in_backward(taken: Sequence[Rebuilt], out: Any) -> None:
     def make(_: Any) -> None:
         for each in waiting:
             live = each()
-            if live is not None and live.uses:
+            if live is not None and live.uses and not live.is_over:
                 _try_to_make(live)
 
     for leaf in leaves_in(out) if waiting else ():

@@ -137,4 +137,5 @@ class BlindMeter(DispatchMeter):
     def stop(self) -> list[Interval]:
         """No interval, however many were opened."""
         self._followed.clear()
+        self._known.clear()
         return []

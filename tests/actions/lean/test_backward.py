@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mimose.actions.lean.handles import Kept, View
+from lightning_mimose.actions.lean.late import Late
+from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import TABLE, Entry, Made, Node
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
@@ -228,6 +233,69 @@ def test_four_uses_share_one_value_per_pass(sines: Counted) -> None:
             assert len(sines.made) == 1
             assert not any(sines.made[0].alive())
         sines.made.clear()
+
+
+class Asking(torch.autograd.Function):
+    """A product whose backward asks for what was saved once for each of its factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]
+
+
+def test_who_asks_several_times_is_not_given_several(sines: Counted) -> None:
+    """One that the first look took with it, and one that is remembered for all others."""
+    x, w = matrix(), matrix()
+    with LeanSaves(Sites(), EVERYTHING).active():
+        out = Asking.apply(x.sin(), w).sum() + Asking.apply(x.sin(), w).sum()
+    sines.made.clear()
+    out.backward()
+    assert 2 <= len(sines.made) <= 2 * 2
+    assert not any(alive for watch in sines.made for alive in watch.alive())
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * w.detach() * x.detach().cos())
+
+
+def test_one_operations_value_goes_with_its_formula(sines: Counted) -> None:
+    """Not with the node: a gradient of what was expanded is summed after that. What others are made from stays."""
+    alive: list[list[bool]] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.sum.dim_IntList:
+                alive.append(sines.made[-1].alive())
+            return func(*args, **(kwargs or {}))
+
+    for again in False, True:
+        x, w = matrix(), torch.rand(len(matrix()), 1, requires_grad=True)
+        with LeanSaves(Sites(), EVERYTHING).active():
+            y = x.sin()
+            out = (y * w).sum() if not again else (functional.gelu(y) * w).sum()
+            del y
+        sines.made.clear()
+        with Watching():
+            out.backward()
+        assert len(sines.made) == 1
+    assert alive == [[False], [True]]
+
+
+def test_what_recipes_count() -> None:
+    """Each of those that are made from a value, by way of a view or not, as long as there is one."""
+    source = Recipe(torch.sin, [Kept(torch.ones(3))], 12, (3,), 1, 3.0)
+    one, other = (Recipe(torch.cos, [each], 12, (3,), 1, 3.0) for each in (source, View(source, torch.ones(3))))
+    assert source.builds == 2
+    late = Late(torch.ones(3))
+    late.become(one)
+    assert source.builds == 3
+    del one, other
+    assert source.builds == 1
+    del late
+    assert source.builds == 0
 
 
 @pytest.mark.usefixtures("_no_collector")
