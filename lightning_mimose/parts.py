@@ -100,14 +100,12 @@ def _inside(leaf: Any) -> list[Any]:
 
 def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The storage of every part of every tensor in a structure, in order."""
-    return storages_of((tree,) if type(tree) is torch.Tensor else leaves_in(tree))
+    return storages_of(leaves_in(tree))
 
 
 def storages_of(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     """The storage of every part of every tensor among the leaves of a structure, in order."""
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided:  # most are
-            yield leaf.untyped_storage()
-        elif isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor):
             for part in plain_parts(leaf):
                 yield part.untyped_storage()

@@ -237,8 +237,8 @@ class Rebuilt(Handle):
     def _made(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def is_used(self) -> None:
-        """An operation has the value: if nobody else needs it, that decides how long it is there.
+    def forget_if_last(self) -> None:
+        """Let go of the value for the operation that has it now, if nobody else needs it.
 
         Gradients of what was expanded are summed after the operation's own formula, which has let go of it by then.
         """
@@ -248,7 +248,7 @@ class Rebuilt(Handle):
     @property
     def is_over(self) -> bool:
         """Whether nobody will ask for it again in the backward pass that runs."""
-        return self._over == self._task == _pass()
+        return self._over == _pass()
 
     def forget(self) -> None:
         """Let go of a value that was shared."""
@@ -303,7 +303,7 @@ class Use:
         found = _without_autocast(self.handle.value)
         if not self._asked:  # who asks several times (a function of the user's) is not given several
             self._asked = True
-            self._rebuilt.is_used()
+            self._rebuilt.forget_if_last()
         return found
 
 
