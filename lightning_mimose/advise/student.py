@@ -99,12 +99,13 @@ class Student(Forecast):
         if broken:
             self.estimator.note_broken(size, missed)
         self.estimator.verified += 1
-        # Not every meter sees the random states that regions keep (torch's profiler does, an operator's mode does not).
+        # Not every meter sees the random states that regions keep, and that which is put back after a recomputation
+        # (torch's profiler does, an operator's mode does not).
         unseen = 0.0
         if prediction is not None:
             structure = prediction.structure
             again = [actions.get(call.unit) in (RECOMPUTE, RECOMPUTE_LEAN) for call in structure.calls]
-            unseen = RNG_STATE_BYTES * float(structure.counts(prediction.values) @ again)
+            unseen = RNG_STATE_BYTES * (float(structure.counts(prediction.values) @ again) + any(again))
         bound = (
             self.estimator.observed.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from lightning_mimose import Mimose, StepRecord
 from lightning_mimose.predict.checking import EXACT_ERROR
-from tests.helpers.architectures import Trained, train
+from lightning_mimose.predict.timeline import Timeline
+from tests.helpers.architectures import ARCHITECTURES, Trained, recompute_all, train
 from tests.helpers.models import Batch, TinyText, text_batch
 
 WIDTH = 48
@@ -405,6 +407,19 @@ def test_attention_over_images_of_any_size() -> None:
     planned = planned_peaks(done)
     assert len(planned) >= 6
     assert all(-1e-4 <= predicted / peak - 1 <= 0.01 for predicted, peak in planned)
+
+
+def test_random_states_that_a_meter_does_not_see_are_no_news() -> None:
+    """While another profiler runs nobody sees them; steps that were predicted to the byte shelter no others for it."""
+    architecture = ARCHITECTURES["modernbert"]
+    again = replace(architecture, sizes=(*architecture.sizes, 60, 84, 80, 56, 68, 84, 76, 88, 52))
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        return dict.fromkeys(recompute_all(timeline, budget_bytes), "recompute+lean")
+
+    done = train(again.build, again.batches(), "8GB", planner=planner)
+    assert all(predicted == peak for predicted, peak in planned_peaks(done))
+    assert not any(record.sheltered for record in list(done.mimose.records)[-8:])
 
 
 def check(
