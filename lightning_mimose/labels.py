@@ -145,6 +145,8 @@ class Labels:
         Returns:
             By what batches should be told apart, if anything decides about that number that is not the size.
         """
+        if not self._now:
+            return None
         for path, value in self._now.items():
             steps = self._labels[path].values[value]
             if len(steps.counts) < 2:

@@ -194,7 +194,8 @@ class Session:
 
     def path(self) -> int:
         """Stands for the set of units that were called."""
-        return hash(frozenset(self.ran))
+        # Another set would take memory, and who asks for some first after a backward waits until malloc has tidied up.
+        return sum(self.ran)
 
     def record(self, recorder: StepRecorder) -> None:
         """Record the units' calls from now on."""
