@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +14,9 @@ from lightning_mimose.measure.handing import handing_shapes, handings
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
 from lightning_mimose.measure.loose import held_to_ends, loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import rebuilding_bytes, savings
-from lightning_mimose.measure.trace import IS_LAST, StepTrace
+from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
-from lightning_mimose.menu import RECOMPUTE
+from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
 from lightning_mimose.predict.structure import Structure
@@ -153,6 +154,12 @@ def observe(
         for c in surveyed
     }
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
+    leanly = grades.index(GRADE_INSIDE) if GRADE_INSIDE in grades else -1
+    again_of = defaultdict[int, list[tuple[int, int]]](list)
+    starts = {
+        id(call): levels[call.marks["again"]] + trace.marks[call.marks["again"]].new_gradient_bytes for call in regions
+    }
+    besides = {id(call): sum(by_call[id(call)].only.values()) - state_bytes for call in regions}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
         owner = trace.by_key.get(mark.owner) if mark.owner != "step" else None
@@ -184,12 +191,18 @@ def observe(
             found = []
             for each in spared[id(region)]:
                 # Before the recomputation all that it will save counts as there; afterwards it is.
-                level = moved(reached, -each.gain_bytes) if index < region.marks["again"] else ((0,),)
-                after = resumed.get(index, index)
+                begins, after = index < region.marks["again"], resumed.get(index, index)
+                level = moved(reached, -each.gain_bytes) if begins else ((0,),)
+                # What its recomputation spares, that spares before its backward.
+                saved_now = besides[id(region)] if index >= region.marks["backward"] else 0
+                alone = moved(reached, -saved_now) if begins else ((0,),)
                 if after > region.marks["again"]:
                     beside = dropped[after] - trace.marks[after].new_gradient_bytes
                     level += moved(each.tops.get(after, trace.tops[after]), beside)
+                    alone += moved(each.alone.get(after, trace.tops[after]), beside)
                 found.append(columns.add_highest(level))
+                if len(found) - 1 == leanly:
+                    again_of[id(region)].append((len(positions), columns.add_highest(alone)))
             where[id(region)].append((len(positions), found))
         if index in resumed:
             # A region's backward goes on after its recomputation.
@@ -226,10 +239,13 @@ def observe(
                 work=columns.add(spared[id(call)][grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
                 lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
+                working=columns.add_highest(found, starts[id(call)]) if found and grade == leanly else -1,
+                again=tuple(again_of[id(call)]) if grade == leanly else (),
                 borrowed=tuple(sorted(place[n] for n in spared[id(call)][grade].arguments if n in place)),
             )
             for call in surveyed
             for grade, action in enumerate(grades)
+            for found in (spared[id(call)][grade].until_last,)
         ),
         dynamic=tuple(dict.fromkeys(call.unit for call in trace.calls if call.dynamic)),
         handing=handing_shapes(handed, list(shapes), len(grades), columns.add),
@@ -246,9 +262,8 @@ def observe(
 
 def _until_last(trace: StepTrace, tops: Sequence[Groups], call: Call, region: Call) -> Groups:
     """What is there in a recomputation until the last tensor that a call saves; nothing where that is not known."""
-    at = trace.ends.get((region.key, IS_LAST, call.last_pack - region.first_pack))
-    # What is idle stays to the end, in this step and others that look at the graph, and in no column besides.
-    if at is None or call.last_pack < 0 or region.idle:
+    at = trace.stop_of(call, region)
+    if at is None:
         return ()
     last = trace.pieces[at].mark
     begun = tops[last][: trace.pieces_of[last].index(at)]

@@ -23,6 +23,9 @@ class Savings:
         work: What rebuilding costs, in floating-point operations.
         arguments: Storage ids of what the call was given, and has to keep for it.
         tops: Index of a mark in the region's recomputation or backward -> local maxima of its interval.
+        alone: The same where the call is recomputed itself, so that what it returns is not there in its backward, and
+            no other one's backward has made some of what it saves.
+        until_last: Local maxima of its recomputation until the last tensor that it saves; none if that is not known.
     """
 
     gain_bytes: int
@@ -30,6 +33,8 @@ class Savings:
     work: float
     arguments: frozenset[int]
     tops: dict[int, Groups]
+    alone: dict[int, Groups]
+    until_last: Groups
 
 
 def savings(
@@ -117,6 +122,10 @@ def _of_grade(
     deaths: Counter[int] = Counter()
     beside: dict[int, int] = {}  # of what is there again: its other form, which goes with it
     tops: dict[int, list[tuple[int, ...]]] = {}
+    alone: dict[int, list[tuple[int, ...]]] = {}
+    until_last: list[tuple[int, ...]] = []
+    stops = trace.stop_of(call, call)
+    every = {index for index, is_taken in enumerate(taken) if is_taken}
     relief = 0
     for at in own:
         piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
@@ -141,17 +150,25 @@ def _of_grade(
                         rebuilt.extend(items[number].also)
                     used.add(number)
             relief = sum(items[i].gain_bytes for i in spared - used)
-        if early and backward <= piece.mark <= last:
-            # Rebuilt in the next call's backward already, on the way to what it was handed.
-            relief = sum(items[i].gain_bytes for i in spared - used - early)
+        by_itself = relief
+        if backward <= piece.mark <= last:
+            by_itself = sum(items[i].gain_bytes for i in every - used)
+            if early:  # rebuilt in the next call's backward already, on the way to what it was handed
+                relief = sum(items[i].gain_bytes for i in spared - used - early)
         if following is not None and following.event is not None and following.event[:2] == (key, DIES):
             # Its other form was made already.
             index = following.event[2]
             made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
-            spare = relief - sum(beside.values())
-            tops.setdefault(piece.mark, []).append(tuple([top - spare for top in here]))
+            lowered, alone_here = (
+                tuple([top - spared_bytes + sum(beside.values()) for top in here])
+                for spared_bytes in (relief, by_itself)
+            )
+            tops.setdefault(piece.mark, []).append(lowered)
+            alone.setdefault(piece.mark, []).append(alone_here)
+            if stops is not None and at < stops:
+                until_last.append(lowered)
         if piece.event is not None and piece.event[:2] == (key, IS_USED):
             beside.pop(piece.event[2], None)
     kept = [item for item, take in zip(items, taken, strict=True) if take]
@@ -161,4 +178,6 @@ def _of_grade(
         sum(item.work for item, is_lean in zip(items, lean, strict=True) if is_lean),
         frozenset(each for item, is_lean in zip(items, lean, strict=True) if is_lean for each in item.arguments),
         {mark: tuple(groups) for mark, groups in tops.items()},
+        {mark: tuple(groups) for mark, groups in alone.items()},
+        tuple(until_last),
     )

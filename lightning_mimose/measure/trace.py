@@ -138,6 +138,18 @@ class StepTrace:
         """Index of the piece that is opened by the end of a region in backward, if that cuts an interval: `dropped`."""
         return self.ends.get((call.key, IS_OVER, 0))
 
+    def stop_of(self, call: Call, region: Call) -> int | None:
+        """Index of the piece in which a recomputation stops, for a call has saved its last tensor; None if not known.
+
+        Args:
+            call: The call.
+            region: The one that was recomputed: itself, or around it.
+        """
+        # What is idle stays to the end, in this step and others that look at the graph, and in no column besides.
+        if call.last_pack < 0 or region.idle:
+            return None
+        return self.ends.get((region.key, IS_LAST, call.last_pack - region.first_pack))
+
     @cached_property
     def opened(self) -> dict[str, list[int]]:
         """Keys of calls -> the indices of pieces that are opened by what happens to theirs."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.menu import ATTENTION, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
+from lightning_mimose.menu import GRADE_INSIDE, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
@@ -22,9 +22,6 @@ from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do."""
-
-GRADE_INSIDE = GRADES[ATTENTION - 1]
-"""Of lean saves in a unit that is recomputed leanly."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +216,8 @@ class _Assembly(Rows):
         plain = {option.unit: i for i, option in enumerate(self.options) if option.action == RECOMPUTE}
         of_call = {shape.call: i for i, shape in enumerate(structure.lean) if shape.action == grade}
         work: list[float] = self.values[layout.lean_columns[2]].tolist()
-        shape, position, own = layout.lean_positions
-        alive, forward = self.value[own], structure.forward[position]
+        shape, position, _ = layout.lean_positions
+        alive, forward = self.value[layout.lean_again], structure.forward[position]
         peak = np.zeros(len(structure.lean), dtype=np.int64)
         np.maximum.at(peak, shape[forward], alive[forward])
         peaks: list[int] = peak.tolist()
@@ -237,7 +234,9 @@ class _Assembly(Rows):
                 row_of[mine] = row
                 seconds += work[mine] * self.rates.rebuilt_per_operation
                 seconds += self.rates.look_seconds * self.tensors[i]
-                self.runs_again.append((row, i, min(self.working[i], peaks[mine])))
+                until_last = structure.lean[mine].working
+                highest = peaks[mine] if until_last < 0 else int(self.value[until_last])
+                self.runs_again.append((row, i, min(self.working[i], highest)))
             self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)
         # Below zero where what keeps something in another form has it beside what it makes of it: a mask's bits.

@@ -41,7 +41,9 @@ class Differences:
         self._odd, self._before = np.array(aside, dtype=np.intp).reshape(-1, 2).T
         absolute = {position.column for position in structure.positions if position.entry < 0}
         beside = [
-            (own, structure.positions[place].column) for shape in structure.lean for place, own in shape.positions
+            (own, structure.positions[place].column)
+            for shape in structure.lean
+            for place, own in (*shape.positions, *shape.again)
         ]
         beside = [(own, plain) for own, plain in beside if plain in absolute]
         self._lean, self._plain = np.array(beside, dtype=np.intp).reshape(-1, 2).T

@@ -10,7 +10,7 @@ once: then the rounds around them are alike, of however many calls each was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -199,6 +199,10 @@ class _Fold(Columns):
             number: Loose storage -> its index, or that of what it is a part of.
         """
         position_of = {p: new for new, p in enumerate(self._places)}
+
+        def moved(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+            return ((position_of[p], self._column(column)) for p, column in pairs if p in position_of)
+
         of_call: dict[tuple[int, str], list[LeanShape]] = {}
         for shape in self._structure.lean:
             if shape.call in self._middle:
@@ -210,9 +214,9 @@ class _Fold(Columns):
                 saved=self._column(shape.saved),
                 work=self._column(shape.work),
                 lent=self._column(shape.lent),
-                positions=tuple(
-                    (position_of[p], self._column(column)) for p, column in shape.positions if p in position_of
-                ),
+                working=self._column(shape.working),
+                positions=tuple(moved(shape.positions)),
+                again=tuple(moved(shape.again)),
                 borrowed=tuple(sorted({number[i] for i in shape.borrowed})),
             )
         member_of = {i: member for member, i in enumerate(self._like)}

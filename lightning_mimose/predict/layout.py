@@ -117,6 +117,12 @@ class Layout:
         return np.array(saved, dtype=np.intp), np.array(lent, dtype=np.intp), np.array(work, dtype=np.intp)
 
     @cached_property
+    def lean_again(self) -> Ints:
+        """The columns of `lean_positions` where the calls are recomputed themselves."""
+        pairs = ((dict(shape.again), pair) for shape in self.structure.lean for pair in shape.positions)
+        return np.array([again.get(*pair) for again, pair in pairs], dtype=np.intp)
+
+    @cached_property
     def lean_positions(self) -> tuple[Ints, Ints, Ints]:
         """All positions of lean shapes in a row: number of the shape, position, column."""
         flat = [(i, *pair) for i, shape in enumerate(self.structure.lean) for pair in shape.positions]

@@ -56,7 +56,12 @@ class Structure:
     def of(cls, data: Mapping[str, Any]) -> Structure:
         """From plain data, as `dataclasses.asdict` makes it of one."""
         lean = (
-            {**each, "positions": tuple(map(tuple, each["positions"])), "borrowed": tuple(each["borrowed"])}
+            {
+                **each,
+                "positions": tuple(map(tuple, each["positions"])),
+                "again": tuple(map(tuple, each.get("again", ()))),
+                "borrowed": tuple(each["borrowed"]),
+            }
             for each in data.get("lean", ())
         )
         return cls(

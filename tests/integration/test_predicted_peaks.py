@@ -111,6 +111,18 @@ class Gate(nn.Module):
         return (x * x.sigmoid()).tanh() * x
 
 
+class Telling(Returning):
+    """Returns the probabilities, and takes the most where those are saved and not used yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, probabilities = self.attention(x)
+        return x + self.down(self.gate(self.up(x))), probabilities
+
+
 class Mixing(nn.Module):
     """Mixes positions before anything saves one, as FNet does: only a region holds what it is given."""
 
@@ -295,6 +307,12 @@ def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) 
     layer = "layers.2" if block in (Attending, Dropping) else "layers.0"
     records = check(block, {} if action is None else {layer: action})
     assert action is None or all(layer in record.actions for record in records)
+
+
+@pytest.mark.parametrize("block", [Telling, Normed])
+def test_blocks_that_all_run_again_leanly(block: Callable[[], Block]) -> None:
+    """What they return is not there in their own backward, nor has another one's made some of what they save."""
+    check(block, {f"layers.{index}": "recompute+lean" for index in range(3)})
 
 
 @pytest.mark.parametrize("action", ["recompute", "recompute+lean"])

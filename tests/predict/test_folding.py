@@ -200,7 +200,10 @@ def test_rounds_around_loops_of_different_lengths_are_alike() -> None:
         positions=tuple(structure.positions[p] for p in kept),
         lean=tuple(
             replace(
-                each, call=index[each.call], positions=tuple((place[p], c) for p, c in each.positions if p in place)
+                each,
+                call=index[each.call],
+                positions=tuple((place[p], c) for p, c in each.positions if p in place),
+                again=tuple((place[p], c) for p, c in each.again if p in place),
             )
             for each in structure.lean
             if each.call in index
