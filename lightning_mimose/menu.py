@@ -20,8 +20,9 @@ is wider than what it is made from, so that a byte of it costs little; all matri
 ELEMENTWISE, MASKS, ATTENTION, EXPANSIONS, PRODUCTS = range(1, 6)
 RECOMPUTE_LEAN = "recompute+lean"
 """Recomputation whose own saves are lean (softmax included), so that less is there while its backward runs."""
-GRADE_INSIDE = GRADES[ATTENTION - 1]
-"""Of lean saves in a unit that is recomputed leanly."""
+INSIDE = ATTENTION
+"""The grade of lean saves in a unit that is recomputed leanly."""
+GRADE_INSIDE = GRADES[INSIDE - 1]
 SPLIT = "split"
 CHUNKS = (2, 4, 8)
 SPLITS = tuple(f"{SPLIT}{chunks}" for chunks in CHUNKS)

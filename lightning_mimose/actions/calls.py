@@ -31,7 +31,7 @@ from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trying import Findings
 from lightning_mimose.measure.collector import Region
-from lightning_mimose.menu import ATTENTION, CHUNKS, GRADES, OFFLOAD, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.menu import CHUNKS, GRADES, INSIDE, OFFLOAD, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.units import Unit, is_compiled
 
@@ -254,7 +254,7 @@ class _Calls:
             lent = [] if setting is None else setting.lent()
             observer = region = recorder.region(name, args, kwargs, survey, lent)
         elif lean and name not in session.untried and self._may_be_lean():
-            observer = LeanRegion(self._sites, ATTENTION, state.parameters, state.buffers(), self._findings.learn_from)
+            observer = LeanRegion(self._sites, INSIDE, state.parameters, state.buffers(), self._findings.learn_from)
         if recorder is not None:
             original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)

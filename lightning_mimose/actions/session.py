@@ -195,7 +195,7 @@ class Session:
     def path(self) -> int:
         """Stands for the set of units that were called."""
         # Another set would take memory, and who asks for some first after a backward waits until malloc has tidied up.
-        return sum(self.ran)
+        return sum([each * each for each in self.ran])  # a sum alone is another's where blocks lie evenly apart
 
     def record(self, recorder: StepRecorder) -> None:
         """Record the units' calls from now on."""

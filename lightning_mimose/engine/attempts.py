@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-FEW = 16
-"""Of how many parameters it is seen whether a step writes them, once steps that learn have written none."""
 MOST_FAILURES_IN_A_ROW = 10
 """Steps in a row that may run out of memory before the budget is called unrealistic."""
 
@@ -107,10 +105,6 @@ class Attempts:
         among = {id(parameter) for parameter in self._zeroed}
         self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in among]
         self._every = [*self._zeroed, *self._others]
-        # What is written in backward (an optimizer's part, in hooks) is so from the last on.
-        self._few = [*self._every[:: max(1, len(self._every) // FEW)], *self._every[-2:]]
-        self._writes: bool | None = None
-        """Whether forward or backward write parameters, as far as is known."""
 
     def run(self, once: Callable[[], Result]) -> Result:
         """Call `once`; where it fails in a way that another plan cures, put everything back and call it again.
@@ -127,9 +121,7 @@ class Attempts:
         aside: ExitStack | None = None  # few steps fail, and every step is here
         try:
             while True:
-                learning = self._running.learning
-                looked_at = self._few if self._writes is False and not learning else self._every
-                before = _Before(self._state, self._device, self._keep(), looked_at, learning=learning)
+                before = _Before(self._state, self._device, self._keep(), self._every, learning=self._running.learning)
                 before.note_gradients(self._every if self._running.gradients == "kept" else self._others)
                 try:
                     result = once()
@@ -138,10 +130,6 @@ class Attempts:
                     self._cure(error, before)
                 else:
                     before.learn()
-                    if before.lost():
-                        self._writes = True
-                    elif learning and self._writes is None:
-                        self._writes = False
                     self._failures_in_a_row = 0
                     return result
                 # Only here: until the `except` block ends, the error's frames hold every activation.

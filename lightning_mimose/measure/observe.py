@@ -193,8 +193,9 @@ def observe(
                 # Before the recomputation all that it will save counts as there; afterwards it is.
                 begins, after = index < region.marks["again"], resumed.get(index, index)
                 level = moved(reached, -each.gain_bytes) if begins else ((0,),)
-                # What its recomputation spares, that spares before its backward.
-                saved_now = besides[id(region)] if index >= region.marks["backward"] else 0
+                # Before its own backward that is for recomputation to spare.
+                lends_now = lends[id(region)].nbytes if index < lends[id(region)].until else 0
+                saved_now = besides[id(region)] - lends_now if index >= region.marks.get("backward", NEVER) else 0
                 alone = moved(reached, -saved_now) if begins else ((0,),)
                 if after > region.marks["again"]:
                     beside = dropped[after] - trace.marks[after].new_gradient_bytes
@@ -239,7 +240,7 @@ def observe(
                 work=columns.add(spared[id(call)][grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
                 lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
-                working=columns.add_highest(found, starts[id(call)]) if found and grade == leanly else -1,
+                working=columns.add_highest(found, starts[id(call)]) if grade == leanly else -1,
                 again=tuple(again_of[id(call)]) if grade == leanly else (),
                 borrowed=tuple(sorted(place[n] for n in spared[id(call)][grade].arguments if n in place)),
             )

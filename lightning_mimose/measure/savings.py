@@ -23,9 +23,9 @@ class Savings:
         work: What rebuilding costs, in floating-point operations.
         arguments: Storage ids of what the call was given, and has to keep for it.
         tops: Index of a mark in the region's recomputation or backward -> local maxima of its interval.
-        alone: The same where the call is recomputed itself, so that what it returns is not there in its backward, and
+        alone: The same of its backward where the call is recomputed itself, so that what it returned is not there, and
             no other one's backward has made some of what it saves.
-        until_last: Local maxima of its recomputation until the last tensor that it saves; none if that is not known.
+        until_last: Local maxima of its recomputation until the last tensor that it saves, or of all of it.
     """
 
     gain_bytes: int
@@ -125,7 +125,8 @@ def _of_grade(
     alone: dict[int, list[tuple[int, ...]]] = {}
     until_last: list[tuple[int, ...]] = []
     stops = trace.stop_of(call, call)
-    every = {index for index, is_taken in enumerate(taken) if is_taken}
+    stays = {number for _, number in call.twins}  # with a module
+    every = {index for index, is_taken in enumerate(taken) if is_taken and items[index].storage not in stays}
     relief = 0
     for at in own:
         piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
@@ -152,7 +153,7 @@ def _of_grade(
             relief = sum(items[i].gain_bytes for i in spared - used)
         by_itself = relief
         if backward <= piece.mark <= last:
-            by_itself = sum(items[i].gain_bytes for i in every - used)
+            by_itself = sum(items[i].gain_bytes for i in (every | spared) - used)
             if early:  # rebuilt in the next call's backward already, on the way to what it was handed
                 relief = sum(items[i].gain_bytes for i in spared - used - early)
         if following is not None and following.event is not None and following.event[:2] == (key, DIES):
@@ -161,14 +162,15 @@ def _of_grade(
             made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
-            lowered, alone_here = (
-                tuple([top - spared_bytes + sum(beside.values()) for top in here])
-                for spared_bytes in (relief, by_itself)
-            )
+            others = sum(beside.values())
+            lowered = tuple([top - relief + others for top in here])
             tops.setdefault(piece.mark, []).append(lowered)
-            alone.setdefault(piece.mark, []).append(alone_here)
-            if stops is not None and at < stops:
+            if piece.mark >= backward:
+                alone.setdefault(piece.mark, []).append(tuple([top - by_itself + others for top in here]))
+            elif stops is None or at < stops:
                 until_last.append(lowered)
+            elif at == stops:  # it stops when it is told, and what is kept in another form has that by then
+                until_last.append((piece.level_bytes + made - relief + others,))
         if piece.event is not None and piece.event[:2] == (key, IS_USED):
             beside.pop(piece.event[2], None)
     kept = [item for item, take in zip(items, taken, strict=True) if take]

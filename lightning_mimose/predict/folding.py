@@ -200,7 +200,7 @@ class _Fold(Columns):
         """
         position_of = {p: new for new, p in enumerate(self._places)}
 
-        def moved(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        def left_of(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             return ((position_of[p], self._column(column)) for p, column in pairs if p in position_of)
 
         of_call: dict[tuple[int, str], list[LeanShape]] = {}
@@ -215,8 +215,8 @@ class _Fold(Columns):
                 work=self._column(shape.work),
                 lent=self._column(shape.lent),
                 working=self._column(shape.working),
-                positions=tuple(moved(shape.positions)),
-                again=tuple(moved(shape.again)),
+                positions=tuple(left_of(shape.positions)),
+                again=tuple(left_of(shape.again)),
                 borrowed=tuple(sorted({number[i] for i in shape.borrowed})),
             )
         member_of = {i: member for member, i in enumerate(self._like)}

@@ -119,8 +119,15 @@ class Layout:
     @cached_property
     def lean_again(self) -> Ints:
         """The columns of `lean_positions` where the calls are recomputed themselves."""
-        pairs = ((dict(shape.again), pair) for shape in self.structure.lean for pair in shape.positions)
-        return np.array([again.get(*pair) for again, pair in pairs], dtype=np.intp)
+        shapes = ((dict(shape.again), shape.positions) for shape in self.structure.lean)
+        return np.array([again.get(*pair) for again, pairs in shapes for pair in pairs], dtype=np.intp)
+
+    @cached_property
+    def lean_working(self) -> tuple[Ints, Ints]:
+        """Of lean shapes that are used in recomputations: calls, and columns of the peak until these stop."""
+        found = [(shape.call, shape.working) for shape in self.structure.lean if shape.working >= 0]
+        call, column = np.array(found, dtype=np.intp).reshape(-1, 2).T.copy()
+        return call, column
 
     @cached_property
     def lean_positions(self) -> tuple[Ints, Ints, Ints]:

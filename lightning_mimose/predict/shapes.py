@@ -201,9 +201,9 @@ class LeanShape:
         positions: (index of a position inside the call's forward or backward, column of the live bytes there).
         lent: Column of the bytes of what it spares that others hold too for a while, -1 if there are none.
         working: Column of the peak of its forward with such saves, above its start, up to the last tensor that it
-            saves: there a recomputation stops; -1 if that is not known.
-        again: As `positions`, where something else is alive if the call is recomputed itself: nothing of it is until
-            then, and no other one's backward has made some of it.
+            saves: there a recomputation stops; -1 for grades that are not used in one.
+        again: As `positions`, where something else is alive if the call is recomputed itself: from its backward on
+            nothing of it is until then, what it returned is not, and no other one's backward has made some of it.
         borrowed: Indices of the loose storages that it keeps alive; no part of what makes two steps alike.
     """
 

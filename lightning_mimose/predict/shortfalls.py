@@ -29,12 +29,15 @@ def shortfalls(
     column, entry, _, _ = structure.arrays
     _, position, own = structure.layout.lean_positions
     calls = structure.layout.columns
+    again, until_last = structure.layout.lean_working
     regions = calls["entry"] >= 0
     # Each moment is measured from another one, whose own miss counts in it.
     for base, moment in (
         (entry, column),
         (entry[position], own),
+        (entry[position], structure.layout.lean_again),
         (calls["before_backward"], calls["working"]),
+        (calls["before_backward"][again], until_last),
         (calls["entry"][regions], calls["lean"][regions]),
     ):
         missed = padded[:, base] + padded[:, moment] - covered_bytes[:, None]

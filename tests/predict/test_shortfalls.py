@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mimose.measure.observe import Observation, observe
+from lightning_mimose.menu import GRADE_INSIDE, GRADES
 from lightning_mimose.predict.assemble import assemble
 from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Measured
@@ -71,3 +72,16 @@ def test_what_a_moment_is_measured_from_counts(steps: list[Observation]) -> None
     assert shortfalls(structure, missing, np.zeros(2))[call.working] == 70.0
     assert shortfalls(structure, missing, np.array([0.0, 45.0]))[call.working] == 25.0, "what is left free is not added"
     assert not shortfalls(structure, missing, np.array([0.0, 75.0])).any()
+
+
+def test_what_runs_again_leanly_is_measured_from_the_same() -> None:
+    """Its recomputation from where its backward begins, and what is there in that from nothing."""
+    structure = observe(recorded(TinyText(3), text_batch(2, 40), lean=True), 0, grades=GRADES).structure
+    shape = next(each for each in structure.lean if each.action == GRADE_INSIDE)
+    (_, alone), call = shape.again[-1], structure.calls[shape.call]
+    missing = np.zeros((2, structure.columns))
+    missing[:, call.before_backward] = -100.0, 50.0
+    missing[:, shape.working] = 100.0, 20.0
+    missing[:, alone] = 30.0, -10.0
+    short = shortfalls(structure, missing, np.array([0.0, 5.0]))
+    assert (short[shape.working], short[alone]) == (65.0, 30.0)
