@@ -156,10 +156,9 @@ def observe(
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     leanly = grades.index(GRADE_INSIDE) if GRADE_INSIDE in grades else -1
     again_of = defaultdict[int, list[tuple[int, int]]](list)
-    starts = {
-        id(call): levels[call.marks["again"]] + trace.marks[call.marks["again"]].new_gradient_bytes for call in regions
+    own_dropped = {
+        id(call): _dropped_per_interval([call], by_call, lends, len(trace.marks), state_bytes) for call in surveyed
     }
-    besides = {id(call): sum(by_call[id(call)].only.values()) - state_bytes for call in regions}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
         owner = trace.by_key.get(mark.owner) if mark.owner != "step" else None
@@ -188,22 +187,21 @@ def observe(
                     )
         elif owner is not None and id(region_of[id(owner)]) in spared:
             region = region_of[id(owner)]
+            ways = [(each.gain_bytes, each.tops) for each in spared[id(region)]]
+            if leanly >= 0:  # recomputed itself; before its own backward that spares what it saves
+                own = int(own_dropped[id(region)][index]) if index >= region.marks.get("backward", NEVER) else 0
+                ways.append((own, spared[id(region)][leanly].alone))
             found = []
-            for each in spared[id(region)]:
+            for spared_bytes, lowered in ways:
                 # Before the recomputation all that it will save counts as there; afterwards it is.
-                begins, after = index < region.marks["again"], resumed.get(index, index)
-                level = moved(reached, -each.gain_bytes) if begins else ((0,),)
-                # Before its own backward that is for recomputation to spare.
-                lends_now = lends[id(region)].nbytes if index < lends[id(region)].until else 0
-                saved_now = besides[id(region)] - lends_now if index >= region.marks.get("backward", NEVER) else 0
-                alone = moved(reached, -saved_now) if begins else ((0,),)
+                level = moved(reached, -spared_bytes) if index < region.marks["again"] else ((0,),)
+                after = resumed.get(index, index)
                 if after > region.marks["again"]:
                     beside = dropped[after] - trace.marks[after].new_gradient_bytes
-                    level += moved(each.tops.get(after, trace.tops[after]), beside)
-                    alone += moved(each.alone.get(after, trace.tops[after]), beside)
+                    level += moved(lowered.get(after, trace.tops[after]), beside)
                 found.append(columns.add_highest(level))
-                if len(found) - 1 == leanly:
-                    again_of[id(region)].append((len(positions), columns.add_highest(alone)))
+            if leanly >= 0:
+                again_of[id(region)].append((len(positions), found.pop()))
             where[id(region)].append((len(positions), found))
         if index in resumed:
             # A region's backward goes on after its recomputation.
@@ -220,6 +218,10 @@ def observe(
                 old_gradient_bytes=0 if old_gradient_bytes is None else mark.old_gradient_bytes,
             )
         )
+    until_last = {
+        id(c): columns.add_highest(spared[id(c)][leanly].until_last, trace.intervals[c.marks["again"]].level_bytes)
+        for c in (surveyed if leanly >= 0 else ())
+    }
     units = tuple(dict.fromkeys(call.unit for call in trace.calls))
     loose = loose_shapes(trace, inputs, region_of, list(shapes), pieces, until, columns.add)
     place = {number: i for i, number in enumerate(inputs)}
@@ -240,13 +242,12 @@ def observe(
                 work=columns.add(spared[id(call)][grade].work),
                 positions=tuple((position, peaks[grade]) for position, peaks in where[id(call)]),
                 lent=columns.add(spared[id(call)][grade].lent_bytes) if lends[id(call)].may_be else -1,
-                working=columns.add_highest(found, starts[id(call)]) if grade == leanly else -1,
+                working=until_last[id(call)] if grade == leanly else -1,
                 again=tuple(again_of[id(call)]) if grade == leanly else (),
                 borrowed=tuple(sorted(place[n] for n in spared[id(call)][grade].arguments if n in place)),
             )
             for call in surveyed
             for grade, action in enumerate(grades)
-            for found in (spared[id(call)][grade].until_last,)
         ),
         dynamic=tuple(dict.fromkeys(call.unit for call in trace.calls if call.dynamic)),
         handing=handing_shapes(handed, list(shapes), len(grades), columns.add),

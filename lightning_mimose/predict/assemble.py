@@ -218,9 +218,8 @@ class _Assembly(Rows):
         work: list[float] = self.values[layout.lean_columns[2]].tolist()
         shape, position, _ = layout.lean_positions
         alive, forward = self.value[layout.lean_again], structure.forward[position]
-        peak = np.zeros(len(structure.lean), dtype=np.int64)
-        np.maximum.at(peak, shape[forward], alive[forward])
-        peaks: list[int] = peak.tolist()
+        calls, columns = layout.lean_working
+        until_last: dict[int, int] = dict(zip(calls.tolist(), self.value[columns].tolist(), strict=True))
         row_of = np.full(len(structure.lean), -1, dtype=np.intp)
         for unit, members in self.calls_of.items():
             index = layout.index[unit]
@@ -234,9 +233,8 @@ class _Assembly(Rows):
                 row_of[mine] = row
                 seconds += work[mine] * self.rates.rebuilt_per_operation
                 seconds += self.rates.look_seconds * self.tensors[i]
-                until_last = structure.lean[mine].working
-                highest = peaks[mine] if until_last < 0 else int(self.value[until_last])
-                self.runs_again.append((row, i, min(self.working[i], highest)))
+                # Of those that stand for rounds in between it is not known: the last round takes as much.
+                self.runs_again.append((row, i, min(self.working[i], until_last.get(i, 0))))
             self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)
         # Below zero where what keeps something in another form has it beside what it makes of it: a mask's bits.

@@ -59,7 +59,7 @@ class Structure:
             {
                 **each,
                 "positions": tuple(map(tuple, each["positions"])),
-                "again": tuple(map(tuple, each.get("again", ()))),
+                "again": tuple(map(tuple, each["again"])),
                 "borrowed": tuple(each["borrowed"]),
             }
             for each in data.get("lean", ())
