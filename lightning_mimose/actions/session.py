@@ -30,6 +30,9 @@ NextCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 MOST_MODES = 16
 """Of which it is remembered what was tried in them."""
 
+MOST_COUNTS = 4096
+"""Numbers of places in the calls of a unit of which it is remembered that they were compared."""
+
 BYPASSED = "its parts are called without it"
 """Why a unit is left alone whose own forward is not called."""
 
@@ -64,6 +67,7 @@ class Session:
         untried: Units whose recipes were not tried yet: none of them is kept lean before.
         unproven: Units that were not proven yet, as all are where a run goes on from a checkpoint; none after a
             sheltered step.
+        places_compared: Unit -> number of places that a call had -> up to which grade their recipes were compared.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         different: Unit -> the operations whose results it was.
@@ -112,6 +116,7 @@ class Session:
     untried: set[str] = field(default_factory=set)
     unproven: set[str] = field(default_factory=set)
     _units: dict[str, bool] = field(default_factory=dict)
+    places_compared: dict[str, dict[int, int]] = field(default_factory=dict)
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -241,6 +246,20 @@ class Session:
         self.await_none()
         if next_call is not None:
             next_call(unit, args, kwargs)
+
+    def compared_in(self, unit: str, places: int, grade: int) -> None:
+        """The recipes of a call were compared, as far as they were not before.
+
+        Args:
+            unit: Its unit.
+            places: How many it had.
+            grade: Up to which grade they may be.
+        """
+        known = self.places_compared.setdefault(unit, {}) if grade else {}
+        if grade > known.get(places, 0):
+            if len(known) >= MOST_COUNTS:
+                known.clear()
+            known[places] = grade
 
     def hand_on(
         self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]

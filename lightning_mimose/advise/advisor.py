@@ -241,6 +241,13 @@ class Advisor(Student):
             self.planner.forget()
             self._leaner.clear()
 
+    def compared_at(self, size: BatchSize) -> None:
+        """Recipes were compared in the latest step, which was of some size: they are not where it comes again."""
+        for each in (size, size.rounded_up()):
+            self.planner.drop(self._key(each))
+        self._actual_peaks.clear()
+        self._views.clear()
+
     def menu(self, timeline: Timeline) -> Timeline:
         """What plans may choose from."""
         return timeline.only(self._allowed)

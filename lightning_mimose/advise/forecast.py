@@ -77,6 +77,8 @@ class Forecast:
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.spoiled: frozenset[str] = frozenset()
         """Units whose results were changed before the next one saved them, or held for longer than was seen."""
+        self.compared: Mapping[str, Mapping[int, int]] = {}
+        """Unit -> number of places that a call had -> up to which grade their recipes were compared."""
         self.may_hand_on = True
         """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
         self.owns_allocator = True
@@ -158,6 +160,7 @@ class Forecast:
             left_out=frozenset(left_out),
             extras=self._extras(prediction),
             handed_on=self.handed_on,
+            compared=self.compared,
         )
 
     @property

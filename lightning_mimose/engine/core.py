@@ -111,6 +111,7 @@ class Engine:
             lean=any(action in GRADES for action in self.actions),
             splits=any(action in SPLITS for action in self.actions),
         )
+        self.advisor.compared = self.session.places_compared
         self.host: HostMemory | None = None
         if OFFLOAD in self.actions:
             self.host = HostMemory(host_bytes(host_budget))

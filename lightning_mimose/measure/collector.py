@@ -184,6 +184,7 @@ class StepRecorder:
             measured.pieces,
             self._outlived,
             {number: self._ends.get(number, NEVER) for number in self.inputs.followed},
+            measured.asked,
         )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------

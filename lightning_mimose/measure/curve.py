@@ -12,7 +12,7 @@ import torch
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meter import Meter, make_meter
-from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece
+from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, without_asking
 
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
@@ -26,6 +26,7 @@ class Measured(NamedTuple):
     pieces: tuple[Piece, ...]
     allocator: Allocator | None
     aside_peak_bytes: int
+    asked: dict[str, tuple[int, int]]
 
 
 class Curve:
@@ -161,21 +162,23 @@ class Curve:
         before = self._marks[0].old_gradient_bytes
         sees_them_go = self.sees_old_frees and not self._gradients_stay
         freed = [before - mark.old_gradient_bytes if sees_them_go else 0 for mark in self._marks]
+        cut, asked = without_asking(
+            Piece(
+                owner,
+                piece.level_bytes,
+                piece.peak_bytes,
+                self._events.get(index),
+                piece.rest_bytes,
+                piece.tops_bytes,
+            ).beside(freed[owner])
+            for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
+            if owner is not None
+        )
         return Measured(
             tuple(self._marks),
             tuple([Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]),
-            tuple(
-                Piece(
-                    owner,
-                    piece.level_bytes,
-                    piece.peak_bytes,
-                    self._events.get(index),
-                    piece.rest_bytes,
-                    piece.tops_bytes,
-                ).beside(freed[owner])
-                for index, (owner, piece) in enumerate(zip(self._owners, pieces, strict=True))
-                if owner is not None
-            ),
+            cut,
             self._meter.allocator,
             before + aside,
+            asked,
         )

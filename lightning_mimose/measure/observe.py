@@ -119,8 +119,13 @@ def observe(
             entry = columns.add(levels[first] + dropped[first] + since)
         if is_region:
             start = levels[region.marks["again"]] + dropped[region.marks["again"]]
+        elif at is not None:
+            # Recomputed itself, it would run again when it is first asked for what it saved: what its last operations
+            # make of the gradient is there by then.
+            since, there_bytes = trace.asked.get(call.key, (at, trace.intervals[at].level_bytes))
+            start = there_bytes - trace.marks[at].new_gradient_bytes + dropped[since] - saved[id(call)]
         else:
-            start = levels[at] + dropped[at] - saved[id(call)] if at is not None else 0
+            start = 0
         looked_at = is_region and call.items is not None
         rebuilding = columns.add(rebuilding_bytes(call.items or (), call.results)) if looked_at else -1
         shapes[id(call)] = CallShape(
@@ -142,6 +147,7 @@ def observe(
             lean=lean,
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
             rebuilding=rebuilding,
+            places=columns.add(max(0, call.last_pack + 1 - call.first_pack)) if looked_at else -1,
             lent_until=lends[id(call)].until,
             held_until=holding[id(call)],
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,

@@ -19,7 +19,7 @@ from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_GONE, IS_LAST
+from lightning_mimose.measure.trace import IS_ASKED, IS_GONE, IS_LAST
 from lightning_mimose.parts import plain_parts
 
 
@@ -122,14 +122,26 @@ class Replays:
                 if number not in call.packed:
                     call.packed[number] = storage.nbytes()
                     watches[number] = weakref.ref(storage, partial(goes, number=number))
+            slot = _Slot(pack_outer(tensor), self.packs)
             self.packs += 1
-            slot = _Slot(pack_outer(tensor))
             slots.append(weakref.ref(slot, partial(is_lost, index=len(slots))))
             return slot
 
+        inner: dict[str, tuple[int, int]] = {}
+        ref = weakref.ref(self._curve)  # the graph may be there for longer
+
+        def unpack(slot: _Slot) -> Any:
+            for key in [key for key, (first, last) in inner.items() if first <= slot.number <= last]:
+                del inner[key]
+                if (curve := ref()) is not None:
+                    curve.cut(key, IS_ASKED, 0)
+            return unpack_outer(slot.packed)
+
         try:
-            with saved_tensors_hooks(pack, lambda slot: unpack_outer(slot.packed)):
+            with saved_tensors_hooks(pack, unpack):
                 yield
+            inside = [each for each in self._calls if each is not call and each.within(call)]
+            inner |= {each.key: (each.first_pack, each.last_pack) for each in inside if each.last_pack >= 0}
         finally:
             watches.clear()
             slots.clear()
@@ -168,7 +180,7 @@ class Replays:
                 total, besides = before[inner.key]
                 inner.flops, inner.besides = flops.total - total, flops.besides - besides
             packed = pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer, is_lost=is_lost)
-            slot = _Slot(packed)
+            slot = _Slot(packed, len(slots))
             slots.append(weakref.ref(slot))
             return slot
 
@@ -251,10 +263,10 @@ class _Slot:
     So under somebody else's dispatch mode slots are emptied when the recomputation is over.
     """
 
-    __slots__ = ("__weakref__", "packed")
+    __slots__ = ("__weakref__", "number", "packed")
 
-    def __init__(self, packed: Any) -> None:
-        self.packed = packed
+    def __init__(self, packed: Any, number: int) -> None:
+        self.packed, self.number = packed, number
 
     @property
     def handle(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -19,6 +19,8 @@ IS_LAST = "is the last"
 """A call in the recomputation saves no more."""
 IS_OVER = "is over"
 """Nothing of a region's graph is left."""
+IS_ASKED = "is asked"
+"""Backward asks for something that a call inside a region has saved, for the first time."""
 
 
 Event: TypeAlias = tuple[str, str, int]
@@ -50,6 +52,18 @@ class Piece:
         """Local maxima in it, or at least the largest one."""
         return self.tops_bytes or (self.peak_bytes,)
 
+    def followed_by(self, other: Piece) -> Piece:
+        """Both as one."""
+        known = self.tops_bytes and other.tops_bytes
+        # Where it was cut on the way up, there is none.
+        before = self.tops_bytes[:-1] if self.tops_bytes[-1:] == (other.level_bytes,) else self.tops_bytes
+        return replace(
+            self,
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            rest_bytes=None if self.rest_bytes is None else max(self.rest_bytes, other.peak_bytes),
+            tops_bytes=(*before, *other.tops_bytes) if known else (),
+        )
+
     def beside(self, nbytes: int) -> Piece:
         """The same with so many bytes besides."""
         if not nbytes:
@@ -61,6 +75,29 @@ class Piece:
             rest_bytes=None if self.rest_bytes is None else self.rest_bytes + nbytes,
             tops_bytes=tuple([top + nbytes for top in self.tops_bytes]),
         )
+
+
+def without_asking(pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], dict[str, tuple[int, int]]]:
+    """Put pieces together again that were cut only to see what is there when a call is asked for what it saved.
+
+    Args:
+        pieces: All of a step.
+
+    Returns:
+        Those that are left; and by a call's key the mark in whose interval that was, and the bytes that were there.
+    """
+    left: list[Piece] = []
+    asked: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        if piece.event is None or piece.event[1] != IS_ASKED:
+            left.append(piece)
+            continue
+        asked[piece.event[0]] = piece.mark, piece.level_bytes
+        if left and left[-1].mark == piece.mark:
+            left[-1] = left[-1].followed_by(piece)
+        else:
+            left.append(replace(piece, event=None))
+    return tuple(left), asked
 
 
 @dataclass(frozen=True)
@@ -90,6 +127,8 @@ class StepTrace:
         outlived: Storage ids that were there when backward was over.
         let_go: Ids of storages of which it would be seen when only the regions that were given them are left to hold
             them -> the interval in which that happened; `NEVER` if others held them longer.
+        asked: Keys of calls inside regions -> the interval in which backward first asked for something that they had
+            saved, and what was there then, relative as in `Interval`.
     """
 
     calls: tuple[Call, ...]
@@ -102,6 +141,7 @@ class StepTrace:
     pieces: tuple[Piece, ...] = ()
     outlived: frozenset[int] = frozenset()
     let_go: Mapping[int, int] = field(default_factory=dict)
+    asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def left_bytes(self) -> int:

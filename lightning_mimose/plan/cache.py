@@ -128,6 +128,12 @@ class PlanCache:
             budgets = sorted((b for b in self._budgets.get(key, ()) if b <= budget_bytes), reverse=True)
             return [self._plans[key, budget] for budget in budgets]
 
+    def drop(self, key: Hashable) -> None:
+        """Forget the plans for a size, under all budgets."""
+        with self._lock:
+            for budget_bytes in list(self._budgets.get(key, ())):
+                self._remove(key, budget_bytes)
+
     def clear_actions(self) -> None:
         """Forget all plans but those that do nothing, when what actions cost is no longer believed."""
         with self._lock:

@@ -101,6 +101,14 @@ class Planner:
         self._asked.clear()
         self._put_off.clear()
 
+    def drop(self, key: Hashable) -> None:
+        """What plans for a size were made from is no longer believed."""
+        self.cache.drop(key)
+        self._answers.drop(key)
+        for slots in (self._asked, self._put_off):
+            for slot in [slot for slot in slots if slot[0] == key]:
+                del slots[slot]
+
     def known(self, key: Hashable, budget_bytes: int) -> Plan | None:
         """The plan that is remembered.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.menu import GRADE_INSIDE, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.handing import HandingShape
+from lightning_mimose.predict.layout import COMPARED
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
@@ -22,6 +24,10 @@ from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do."""
+
+
+Comparing: TypeAlias = dict[int, tuple[int, int]]
+"""See `_Assembly.comparing_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ def assemble(
     left_out: frozenset[str] = frozenset(),
     extras: Extras | None = None,
     handed_on: Mapping[str, int] = MappingProxyType({}),
+    compared: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
 ) -> Timeline:
     """Assemble the timeline of one step.
 
@@ -74,13 +81,16 @@ def assemble(
         left_out: Units that must not be recomputed.
         extras: What else may be planned.
         handed_on: Unit -> up to which grade its result is handed on, see `Structure.handed_on`.
+        compared: Unit -> number of places that a call had -> up to which grade their recipes were compared: others
+            will be when they act.
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
     assembly = _Assembly(structure, values, resident, rates, minimum_share, left_out, kinds)
     assembly.add_recompute()
-    assembly.add_lean(handed_on)
-    assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN)
+    comparing = assembly.comparing_bytes(compared)
+    assembly.add_lean(handed_on, comparing)
+    assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN, comparing)
     if extras.link is not None:
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
@@ -134,11 +144,32 @@ class _Assembly(Rows):
         besides += rates.again_seconds * sum(self.tensors[i] for i in calls)
         return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
 
-    def add_lean(self, handed_on: Mapping[str, int]) -> None:
+    def comparing_bytes(self, compared: Mapping[str, Mapping[int, int]]) -> Comparing:
+        """What comparing recipes takes in calls that save as many tensors as none before (a loop of another length).
+
+        Args:
+            compared: Unit -> number of places that a call had -> up to which grade their recipes were compared. Where
+                nothing is known of a unit nothing is planned.
+
+        Returns:
+            Call -> up to which grade nothing needs to be compared, and the bytes that the others take.
+        """
+        calls, columns = self.structure.calls, self.structure.layout.columns
+        places, rebuilding = (np.append(self.value, 0)[columns[name]].tolist() for name in COMPARED)
+        found: Comparing = {}
+        for i, call in enumerate(calls):
+            # How often a unit saves something that goes by what tensors hold is not known beforehand.
+            known = compared.get(call.unit) if call.unit not in self.structure.dynamic else None
+            if known is not None and (grade := known.get(places[i], 0)) < len(GRADES):
+                found[i] = grade, rebuilding[i]
+        return found
+
+    def add_lean(self, handed_on: Mapping[str, int], comparing: Comparing) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice.
 
         Args:
             handed_on: Unit -> up to which grade its result is handed on.
+            comparing: See `comparing_bytes`.
         """
         structure, layout, first = self.structure, self.structure.layout, len(self.options)
         saved: list[int] = self.value[layout.lean_columns[0]].tolist()
@@ -176,6 +207,12 @@ class _Assembly(Rows):
 
         for row, handed in hands:
             self._hand_on(row, handed)
+        number, position = layout.in_forward
+        for row, shapes in enumerate(chosen if comparing else (), first):
+            for i in comparing.keys() & {call_of[shape] for shape in shapes}:
+                grade, nbytes = comparing[i]
+                if GRADES.index(self.options[row].action) >= grade:
+                    self.relief[row, position[number == i]] -= nbytes
 
     def _hand_on(self, row: int, handed: HandingShape) -> None:
         """What is spared by a result that is made for the next call when the backward of that one begins.
@@ -205,12 +242,13 @@ class _Assembly(Rows):
         # In addition to what the unit's other calls spare there.
         self.relief[row_of[shape[here]], at] += self.level[at] - self.value[own[here]] - self.entry[at]
 
-    def add_recompute_lean(self, grade: str, action: str) -> None:
+    def add_recompute_lean(self, grade: str, action: str, comparing: Comparing) -> None:
         """Recomputation that is itself lean: as recomputation, and in its backward as lean saves are.
 
         Args:
             grade: The grade of lean saves inside.
             action: Name of the action.
+            comparing: See `comparing_bytes`.
         """
         structure, layout, count = self.structure, self.structure.layout, len(self.structure.positions)
         plain = {option.unit: i for i, option in enumerate(self.options) if option.action == RECOMPUTE}
@@ -234,7 +272,9 @@ class _Assembly(Rows):
                 seconds += work[mine] * self.rates.rebuilt_per_operation
                 seconds += self.rates.look_seconds * self.tensors[i]
                 # Of those that stand for rounds in between it is not known: the last round takes as much.
-                self.runs_again.append((row, i, min(self.working[i], until_last.get(i, 0))))
+                takes = min(self.working[i], until_last.get(i, 0))
+                known, nbytes = comparing.get(i, (len(GRADES), 0))
+                self.runs_again.append((row, i, takes + nbytes if known <= GRADES.index(grade) else takes))
             self._add(index, action, seconds)
         here = ~forward & (row_of[shape] >= 0)
         # Below zero where what keeps something in another form has it beside what it makes of it: a mask's bits.

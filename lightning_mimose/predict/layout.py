@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from lightning_mimose.predict.structure import Structure
 
 Ints = NDArray[np.intp]
+COMPARED = "places", "rebuilding"
+"""What decides what it takes to compare recipes where a call saves tensors in more places than were compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,18 @@ class Layout:
     @cached_property
     def columns(self) -> dict[str, Ints]:
         """Field of a call -> shape (calls,), each call's column; -1 for none."""
-        names = ("saved", "working", "before_backward", "flops", "besides", "entry", "lean", "lent", "tensors")
+        names = (
+            "saved",
+            "working",
+            "before_backward",
+            "flops",
+            "besides",
+            "entry",
+            "lean",
+            "lent",
+            "tensors",
+            *COMPARED,
+        )
         return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
 
     @cached_property

@@ -135,6 +135,30 @@ class Mixing(nn.Module):
         return (x + self.down(self.gate(self.up(x))),)
 
 
+class Flipping(nn.Module):
+    """Its last operation asks for nothing that was saved, and makes a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            largest = x.repeat(1, 1, 32).abs().amax()
+        return (functional.gelu((x / largest).repeat(1, 1, 8)) * self.scale).flip(1)
+
+
+class Flipped(nn.Module):
+    """Has such a part, whose gradient is another one's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.down = Flipping(), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x + self.down(x.repeat(1, 1, 8) + self.part(x)),)
+
+
 class Normed(Block):
     """Adds norms of what it made, so that its result is rebuilt from what it saves, and handed on."""
 
@@ -313,6 +337,12 @@ def test_peaks_of_planned_steps(block: Callable[[], Block], action: str | None) 
 def test_blocks_that_all_run_again_leanly(block: Callable[[], Block]) -> None:
     """What they return is not there in their own backward, nor has another one's made some of what they save."""
     check(block, {f"layers.{index}": "recompute+lean" for index in range(3)})
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, 1, 2)])
+def test_parts_whose_backward_makes_something_before_they_run_again(layers: tuple[int, ...]) -> None:
+    """They run again when something is asked for that they saved, beside what was made of the gradient by then."""
+    check(Flipped, {f"layers.{index}.part": "recompute" for index in layers}, ("layers.*.part",))
 
 
 @pytest.mark.parametrize("action", ["recompute", "recompute+lean"])

@@ -123,6 +123,11 @@ class LeanSaves:
         self.lowered: list[Recipe] = []
 
     @property
+    def compared_in(self) -> tuple[int, int]:
+        """How many places the call has had, and up to which grade the recipes there are known to be right or wrong."""
+        return self._count, self._grade if self._applies else 0
+
+    @property
     def borrowed(self) -> list[torch.Tensor]:
         """Arguments that recipes use, and that autograd would not look at again."""
         return [tensor for ref in self._values.borrowed if (tensor := ref()) is not None]
