@@ -250,7 +250,9 @@ class _Calls:
                     leaves[:], originals = recorder.inputs.of(leaves)
             survey: LeanSurvey | None = None
             if self._may_be_lean():
-                survey = LeanSurvey(self._sites, state.buffers(), leaves, state.parameters())
+                survey = LeanSurvey(
+                    self._sites, state.buffers(), leaves, state.parameters(), partial(session.surveyed, name)
+                )
             lent = [] if setting is None else setting.lent()
             observer = region = recorder.region(name, args, kwargs, survey, lent)
         elif lean and name not in session.untried and self._may_be_lean():

@@ -68,6 +68,9 @@ class Session:
         unproven: Units that were not proven yet, as all are where a run goes on from a checkpoint; none after a
             sheltered step.
         places_compared: Unit -> number of places that a call had -> up to which grade their recipes were compared.
+        comparing_share: Unit -> what comparing takes in calls whose number of places had not come before, as a share of
+            what it would take in all places.
+        newly_compared: Units of which that was learnt since plans were last told of it.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         different: Unit -> the operations whose results it was.
@@ -117,6 +120,8 @@ class Session:
     unproven: set[str] = field(default_factory=set)
     _units: dict[str, bool] = field(default_factory=dict)
     places_compared: dict[str, dict[int, int]] = field(default_factory=dict)
+    newly_compared: set[str] = field(default_factory=set)
+    comparing_share: dict[str, float] = field(default_factory=dict)
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -260,6 +265,19 @@ class Session:
             if len(known) >= MOST_COUNTS:
                 known.clear()
             known[places] = grade
+            self.newly_compared.add(unit)
+
+    def surveyed(self, unit: str, places: int, new_bytes: int, all_bytes: int) -> None:
+        """A call was looked into that did not act, and in which nothing was compared.
+
+        Args:
+            unit: Its unit.
+            places: How many places it had.
+            new_bytes: What comparing would have taken in those that were not met before.
+            all_bytes: And in all of them.
+        """
+        if all_bytes and places not in self.places_compared.get(unit, (places,)):
+            self.comparing_share[unit] = max(new_bytes / all_bytes, self.comparing_share.get(unit, 0.0))
 
     def hand_on(
         self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]

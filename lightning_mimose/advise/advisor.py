@@ -93,7 +93,7 @@ class Advisor(Student):
 
     def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         self.resident = resident.without(batch_bytes)
-        self.estimator.resident_bytes = self.resident.total_bytes
+        self.estimator.resident_bytes, self.estimator.turns = self.resident.total_bytes, self.turns
         planned = size.rounded_up()
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:
@@ -241,8 +241,16 @@ class Advisor(Student):
             self.planner.forget()
             self._leaner.clear()
 
-    def compared_at(self, size: BatchSize) -> None:
-        """Recipes were compared in the latest step, which was of some size: they are not where it comes again."""
+    def compared_at(self, size: BatchSize, units: Collection[str]) -> None:
+        """Recipes were compared in the latest step, and are not where its size comes again.
+
+        Args:
+            size: Its size.
+            units: Units whose calls had more places, or other grades, than were compared before.
+        """
+        prediction = self.estimator.predict(dict(size.dims))
+        if prediction is None or (prediction.structure.dynamic and set(units) <= set(prediction.structure.dynamic)):
+            return  # there nothing was counted for it
         for each in (size, size.rounded_up()):
             self.planner.drop(self._key(each))
         self._actual_peaks.clear()

@@ -79,6 +79,10 @@ class Forecast:
         """Units whose results were changed before the next one saved them, or held for longer than was seen."""
         self.compared: Mapping[str, Mapping[int, int]] = {}
         """Unit -> number of places that a call had -> up to which grade their recipes were compared."""
+        self.comparing_shares: Mapping[str, float] = {}
+        """Unit -> what comparing takes in a call of another number of places, of what it would take in all of them."""
+        self.turns: Mapping[str, Sequence[int]] = {}
+        """See `Estimator.turns`."""
         self.may_hand_on = True
         """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
         self.owns_allocator = True
@@ -161,6 +165,7 @@ class Forecast:
             extras=self._extras(prediction),
             handed_on=self.handed_on,
             compared=self.compared,
+            comparing_shares=self.comparing_shares,
         )
 
     @property

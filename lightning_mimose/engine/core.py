@@ -35,6 +35,7 @@ from lightning_mimose.engine.trials import Trials
 from lightning_mimose.errors import BudgetInfeasibleError, RecomputeError
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.cap import ReservedCap
+from lightning_mimose.measure.kernels import kernels_turn_at
 from lightning_mimose.measure.link import measure_link
 from lightning_mimose.measure.others import Others, take_workspaces
 from lightning_mimose.measure.resident import ResidentLedger
@@ -112,6 +113,8 @@ class Engine:
             splits=any(action in SPLITS for action in self.actions),
         )
         self.advisor.compared = self.session.places_compared
+        self.advisor.comparing_shares = self.session.comparing_share
+        self.advisor.turns = kernels_turn_at(model, self.device)
         self.host: HostMemory | None = None
         if OFFLOAD in self.actions:
             self.host = HostMemory(host_bytes(host_budget))

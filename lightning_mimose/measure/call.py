@@ -159,6 +159,7 @@ class LeanItem:
         sources_bytes: What would be gone without the recipe that needs it.
         since: The least grade that lets go of it when it dies, and each time that it is said to die again, for what
             it is made from has been saved in between; `grade` where that is not told.
+        comparing_bytes: What it takes to make it, and all that it is made from, to compare it with what is saved.
     """
 
     storage: int
@@ -172,6 +173,7 @@ class LeanItem:
     arguments: tuple[int, ...] = ()
     sources_bytes: int = 0
     since: tuple[int, ...] = ()
+    comparing_bytes: int = 0
 
     @property
     def made_bytes(self) -> int:

@@ -127,7 +127,8 @@ def observe(
         else:
             start = 0
         looked_at = is_region and call.items is not None
-        rebuilding = columns.add(rebuilding_bytes(call.items or (), call.results)) if looked_at else -1
+        items = call.items or ()
+        rebuilding = columns.add(rebuilding_bytes(items, call.results)) if looked_at else -1
         shapes[id(call)] = CallShape(
             key=call.key,
             unit=call.unit,
@@ -148,6 +149,7 @@ def observe(
             lent=columns.add(lends[id(call)].nbytes) if lends[id(call)].may_be else -1,
             rebuilding=rebuilding,
             places=columns.add(max(0, call.last_pack + 1 - call.first_pack)) if looked_at else -1,
+            comparing=columns.add(max((item.comparing_bytes for item in items), default=0)) if looked_at else -1,
             lent_until=lends[id(call)].until,
             held_until=holding[id(call)],
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,

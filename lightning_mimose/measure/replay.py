@@ -127,21 +127,26 @@ class Replays:
             slots.append(weakref.ref(slot, partial(is_lost, index=len(slots))))
             return slot
 
-        inner: dict[str, tuple[int, int]] = {}
+        waiting: dict[int, list[str]] = {}
+        """Number of a saved tensor -> calls inside that have saved it, among others."""
+        asked: set[str] = set()
         ref = weakref.ref(self._curve)  # the graph may be there for longer
 
         def unpack(slot: _Slot) -> Any:
-            for key in [key for key, (first, last) in inner.items() if first <= slot.number <= last]:
-                del inner[key]
-                if (curve := ref()) is not None:
-                    curve.cut(key, IS_ASKED, 0)
+            if waiting and torch._C._current_graph_task_id() != -1:  # else somebody looks at what a node saved
+                for key in waiting.pop(slot.number, ()):
+                    if key not in asked and (curve := ref()) is not None:
+                        asked.add(key)
+                        curve.cut(key, IS_ASKED, 0)
             return unpack_outer(slot.packed)
 
         try:
             with saved_tensors_hooks(pack, unpack):
                 yield
-            inside = [each for each in self._calls if each is not call and each.within(call)]
-            inner |= {each.key: (each.first_pack, each.last_pack) for each in inside if each.last_pack >= 0}
+            for each in self._calls:
+                if each is not call and each.last_pack >= 0 and each.within(call):
+                    for number in range(each.first_pack, each.last_pack + 1):
+                        waiting.setdefault(number, []).append(each.key)
         finally:
             watches.clear()
             slots.clear()

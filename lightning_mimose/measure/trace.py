@@ -93,10 +93,7 @@ def without_asking(pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], dict[str
             left.append(piece)
             continue
         asked[piece.event[0]] = piece.mark, piece.level_bytes
-        if left and left[-1].mark == piece.mark:
-            left[-1] = left[-1].followed_by(piece)
-        else:
-            left.append(replace(piece, event=None))
+        left[-1] = left[-1].followed_by(piece)  # which the interval's own mark has opened, or another cut
     return tuple(left), asked
 
 

@@ -8,7 +8,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,6 +79,8 @@ class Estimator:
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
+        self.turns: Mapping[str, Sequence[int]] = {}
+        """Dimension -> from which of its values on kernels are others: no fit holds beyond one that it has not seen."""
         self._patience = patience
         self._enough = 0
         self._measured_since: set[Key] = set()
@@ -322,6 +324,11 @@ class Estimator:
             reach = 1.25
         else:
             return False
+        for name in self.turns.keys() & dims.keys():
+            if any(
+                fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self.turns[name]
+            ):
+                return False
         return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())
 
     def seconds_per_operation(self) -> float:

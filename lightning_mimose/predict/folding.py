@@ -30,7 +30,7 @@ MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
 MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
 SUMMED = ("saved", "flops", "besides", "tensors")
-STATED = ("given", "returned", "entry", "lean", "rebuilding", "places")
+STATED = ("given", "returned", "entry", "lean", "rebuilding", "places", "comparing")
 OTHERS = ("working", "before_backward", "lent", "count")
 """What is known of calls: times, and columns of what rounds in between are together, and of what each is alone."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lightning_mimose.predict.structure import Structure
 
 Ints = NDArray[np.intp]
-COMPARED = "places", "rebuilding"
-"""What decides what it takes to compare recipes where a call saves tensors in more places than were compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,8 @@ class Layout:
             "lean",
             "lent",
             "tensors",
-            *COMPARED,
+            "places",
+            "comparing",
         )
         return {name: np.array([getattr(c, name) for c in self.structure.calls], dtype=np.intp) for name in names}
 

@@ -70,6 +70,7 @@ class CallShape:
         rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
             made on the way to it; -1 if that was not looked at.
         places: Column of how often it saves a tensor, parameters included; -1 likewise.
+        comparing: Column of the most that comparing one of its saved tensors with what is rebuilt takes; -1 likewise.
         count: Column of how many calls it stands for, see `folding`; -1 if it is one.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
         held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
@@ -96,6 +97,7 @@ class CallShape:
     lent: int = -1
     rebuilding: int = -1
     places: int = -1
+    comparing: int = -1
     count: int = -1
     lent_until: int = field(default=0, compare=False)
     held_until: int = field(default=-1, compare=False)

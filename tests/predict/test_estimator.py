@@ -345,6 +345,20 @@ def test_lengths_that_are_nearly_the_same_say_little_of_others(nearly: tuple[int
     np.testing.assert_allclose(more.values, values(size), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("batches", "asked"), [((4, 8, 15, 12, 6), 16), ((16, 24, 32), 15)])
+def test_beyond_where_kernels_change_nothing_is_trusted(batches: tuple[int, ...], asked: int) -> None:
+    """Until a size of the other side was measured, however well the others are described."""
+    estimator = learnt([{"batch": batch, "ids:1": 8} for batch in batches], law())
+    size = {"batch": asked, "ids:1": 8}
+    assert estimator.predict(size).trusted  # type: ignore[union-attr]
+    estimator.turns = {"batch": (2, 16)}
+    assert estimator.predict(size).trusted is False  # type: ignore[union-attr]
+    assert estimator.predict({**size, "batch": sorted(batches)[1]}).trusted  # type: ignore[union-attr]
+    estimator.add(size, structure(), law()(size))
+    other = {**size, "batch": asked + (1 if asked > 15 else -1)}
+    assert estimator.predict(other).trusted  # type: ignore[union-attr]
+
+
 def test_a_dimension_that_never_varied_is_not_extrapolated() -> None:
     """Only batches of 8 were seen: what of one with 16?"""
     estimator = learnt(text(40, 64, 80, 100, 120), law())

@@ -73,6 +73,7 @@ class LeanSaves:
         taken: By what that is rebuilt.
         spoiled: Units whose results were changed before this one saved them.
         lowered: In a survey, what lower grades have from now on, although its tensor was gone before.
+        unmet: In a survey, what would have been compared, for its place was not met before.
 
     Args:
         sites: What is known about the unit's places.
@@ -121,6 +122,7 @@ class LeanSaves:
         self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
         self.lowered: list[Recipe] = []
+        self.unmet: list[Handle] = []
 
     @property
     def compared_in(self) -> tuple[int, int]:
@@ -181,6 +183,7 @@ class LeanSaves:
         self._kept_in_vain.clear()
         self._rebuilt_here.clear()
         self.lowered.clear()
+        self.unmet.clear()
 
     def pack(self, tensor: torch.Tensor) -> Handle | Use:
         """What is kept for a tensor that an operation saves."""
@@ -382,7 +385,10 @@ class LeanSaves:
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
-        if self._applies and place not in self._sites.checked and place not in self._sites.different:
+        if place not in self._sites.checked and place not in self._sites.different:
+            if not self._applies:
+                self.unmet.append(handle)
+                return True
             self.compared = True
             same = rebuilds(handle, tensor)
             (self._sites.checked if same else self._sites.different).add(place)

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, View, is_plain
+from lightning_mimose.actions.lean.handles import FEW_OPERATIONS, Handle, Kept, Rebuilt, Use, View, is_plain
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
@@ -74,6 +74,8 @@ class LeanSurvey:
         held: What somebody else keeps alive, see `LeanSaves`.
         given: See `LeanSaves`.
         leaves: See `LeanSaves`.
+        told: Told how many places the call had, what it would have taken to compare the recipes in those of them that
+            were not met before, and in all, in bytes.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class LeanSurvey:
         held: Iterable[Any] = (),
         given: Iterable[Any] = (),
         leaves: Sequence[torch.Tensor] | None = None,
+        told: Callable[[int, int, int], None] = lambda places, new_bytes, all_bytes: None,
     ) -> None:
-        self._sites, self._leaves = sites, leaves
+        self._sites, self._leaves, self._tell = sites, leaves, told
+        self._on_host = True
         self._held, self._given = References(held), References(given)
         self._packs: list[_Found | None] = []
         self._found: list[_Found] = []
@@ -148,6 +152,9 @@ class LeanSurvey:
         finally:
             self._watching = False
             self._items = tuple(self._item(found) for found in self._found)
+            new_bytes = max((self._comparing(handle) for handle in self._saves.unmet), default=0)
+            all_bytes = max((item.comparing_bytes for item in self._items), default=0)
+            self._tell(len(self._packs), new_bytes, all_bytes)
             for surveyed in self._surveyed:
                 surveyed.handle = None
             self._saves.close()
@@ -184,6 +191,7 @@ class LeanSurvey:
             self._lost[saved.storage] = True
             return
         found = self._by_storage.get(saved.storage)
+        self._on_host = saved.tensor.device.type == "cpu"
         if found is None:
             found = self._by_storage[saved.storage] = _Found(self._identify(saved.storage), saved.storage.nbytes())
             self._found.append(found)
@@ -233,7 +241,22 @@ class LeanSurvey:
             tuple({self._identify(each) for each in _arguments(handle)}),
             needed,
             tuple(found.since),
+            self._comparing(handle),
         )
+
+    def _comparing(self, handle: Handle) -> int:
+        """Bytes that it takes to compare a value: nothing that it is made from is there, but for what is kept."""
+        rebuilt = handle.rebuilt
+        if rebuilt is None:
+            return 0
+        made = list(_on_the_way(rebuilt))
+        peak = sum(each.nbytes for each in made)  # all of it is there to the end, see `rebuilt_now`
+        if rebuilt.operations <= FEW_OPERATIONS:
+            # Nothing stays but what is in use, and in a recomputation something that is saved itself.
+            stays = max((each.nbytes for each in made if each.is_saved and each is not rebuilt), default=0)
+            peak = min(peak, _in_any_order(rebuilt)[0] + stays)
+        # Accelerators compare every element first: a byte for each, of two at least.
+        return peak if self._on_host else peak + handle.nbytes // 2
 
     def returned(self, out: Any) -> None:
         """See `Survey`."""
@@ -313,6 +336,36 @@ def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[
     """
     making = _making(handle, items, also)
     return max(making.peak_bytes - handle.nbytes, 0), making.work
+
+
+def _in_any_order(handle: Handle) -> tuple[int, int]:
+    """Bytes on the way to a value, whichever of its inputs is made first, and afterwards."""
+    base = handle.base if isinstance(handle, View) else handle
+    if not isinstance(base, Rebuilt) or base.is_kept:
+        return 0, 0
+    if not isinstance(base, Recipe):
+        made = _making(base, {}, set())
+        return made.peak_bytes, made.left_bytes
+    inputs = [_in_any_order(each) for each in base.inputs]
+    left = sum(left for _, left in inputs)
+    peak = max((peak + left - own for peak, own in inputs), default=0)
+    if base.is_view:
+        return peak, left
+    return max(peak, left + (0 if base.overwritten is not None else base.nbytes)), base.nbytes
+
+
+def _on_the_way(handle: Rebuilt) -> Iterator[Rebuilt]:
+    """What is made for a value, itself included; not one by one by calling itself, for a loop makes long chains."""
+    known: set[int] = set()
+    waiting: list[Handle] = [handle]
+    while waiting:
+        each = waiting.pop()
+        base = each.base if isinstance(each, View) else each
+        if id(base) not in known and isinstance(base, Rebuilt) and not base.is_kept:
+            known.add(id(base))
+            waiting += base.sources
+            if not (isinstance(base, Recipe) and base.is_view):
+                yield base
 
 
 def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:

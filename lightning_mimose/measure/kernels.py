@@ -1,0 +1,34 @@
+"""From which sizes on the kernels of an operation are others, and so is their scratch memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+SEVERAL, MANY = 2, 16
+"""Rows from which on a convolution is oneDNN's on a CPU. Of fewer than two, ATen takes its own where there is little to
+do; of fewer than 16 where the filter is one point wide and there is one thread (`ConvParams::use_mkldnn`,
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/Convolution.cpp)."""
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+
+
+def kernels_turn_at(model: nn.Module, device: torch.device) -> dict[str, tuple[int, ...]]:
+    """Dimension of a batch -> the values from which on kernels are others, in ascending order.
+
+    Args:
+        model: The model.
+        device: Where it runs.
+
+    Limitations:
+        Only convolutions that are modules are known, and as many threads as there are now.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> kernels_turn_at(nn.Conv2d(3, 8, 3), cpu), kernels_turn_at(nn.Linear(2, 2), cpu)
+        ({'batch': (2,)}, {})
+    """
+    found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+    if device.type != "cpu" or not found:
+        return {}
+    points = [module for module in found if {*module.kernel_size, *module.stride, *module.dilation} == {1}]
+    return {"batch": (SEVERAL, MANY) if points and torch.get_num_threads() == 1 else (SEVERAL,)}
