@@ -251,7 +251,7 @@ class _Calls:
             survey: LeanSurvey | None = None
             if self._may_be_lean():
                 survey = LeanSurvey(
-                    self._sites, state.buffers(), leaves, state.parameters(), partial(session.surveyed, name)
+                    self._sites, state.buffers(), leaves, state.parameters(), partial(session.comparisons.missing, name)
                 )
             lent = [] if setting is None else setting.lent()
             observer = region = recorder.region(name, args, kwargs, survey, lent)

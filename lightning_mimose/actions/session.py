@@ -18,6 +18,7 @@ from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.inputs import InputWatch
 from lightning_mimose.menu import GRADES, RECOMPUTE, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.predict.comparing import Comparisons
 from lightning_mimose.shared.stops import Stops
 
 REPEATING = (RECOMPUTE, RECOMPUTE_LEAN, *SPLITS)
@@ -29,9 +30,6 @@ NextCall: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 MOST_MODES = 16
 """Of which it is remembered what was tried in them."""
-
-MOST_COUNTS = 4096
-"""Numbers of places in the calls of a unit of which it is remembered that they were compared."""
 
 BYPASSED = "its parts are called without it"
 """Why a unit is left alone whose own forward is not called."""
@@ -67,10 +65,7 @@ class Session:
         untried: Units whose recipes were not tried yet: none of them is kept lean before.
         unproven: Units that were not proven yet, as all are where a run goes on from a checkpoint; none after a
             sheltered step.
-        places_compared: Unit -> number of places that a call had -> up to which grade their recipes were compared.
-        comparing_share: Unit -> what comparing takes in calls whose number of places had not come before, as a share of
-            what it would take in all places.
-        newly_compared: Units of which that was learnt since plans were last told of it.
+        comparisons: Which recipes were compared so far.
         compared: Whether a recipe was tried within this step, for want of memory beside an earlier one.
         surprised: Whether a recipe was found to give other bits: what was surveyed before took it for right.
         different: Unit -> the operations whose results it was.
@@ -119,9 +114,7 @@ class Session:
     untried: set[str] = field(default_factory=set)
     unproven: set[str] = field(default_factory=set)
     _units: dict[str, bool] = field(default_factory=dict)
-    places_compared: dict[str, dict[int, int]] = field(default_factory=dict)
-    newly_compared: set[str] = field(default_factory=set)
-    comparing_share: dict[str, float] = field(default_factory=dict)
+    comparisons: Comparisons = field(default_factory=Comparisons)
     compared: bool = False
     surprised: bool = False
     different: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -251,33 +244,6 @@ class Session:
         self.await_none()
         if next_call is not None:
             next_call(unit, args, kwargs)
-
-    def compared_in(self, unit: str, places: int, grade: int) -> None:
-        """The recipes of a call were compared, as far as they were not before.
-
-        Args:
-            unit: Its unit.
-            places: How many it had.
-            grade: Up to which grade they may be.
-        """
-        known = self.places_compared.setdefault(unit, {}) if grade else {}
-        if grade > known.get(places, 0):
-            if len(known) >= MOST_COUNTS:
-                known.clear()
-            known[places] = grade
-            self.newly_compared.add(unit)
-
-    def surveyed(self, unit: str, places: int, new_bytes: int, all_bytes: int) -> None:
-        """A call was looked into that did not act, and in which nothing was compared.
-
-        Args:
-            unit: Its unit.
-            places: How many places it had.
-            new_bytes: What comparing would have taken in those that were not met before.
-            all_bytes: And in all of them.
-        """
-        if all_bytes and places not in self.places_compared.get(unit, (places,)):
-            self.comparing_share[unit] = max(new_bytes / all_bytes, self.comparing_share.get(unit, 0.0))
 
     def hand_on(
         self, units: Mapping[str, int], takers: Mapping[str, frozenset[str]], places: Mapping[str, int]

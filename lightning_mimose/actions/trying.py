@@ -176,7 +176,7 @@ class Findings:
         session.surprised |= not saves.spoiled <= session.spoiled
         session.spoiled |= saves.spoiled
         session.compared |= saves.compared
-        session.compared_in(self._name, *saves.compared_in)
+        session.comparisons.made(self._name, *saves.compared_in)
         if saves.took:
             session.read.add((self._name, session.is_lean(self._name)))
         if saves.differed:

@@ -13,6 +13,7 @@ from lightning_mimose.menu import CHUNKS, GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.checking import GOOD_ERROR
+from lightning_mimose.predict.comparing import Comparisons
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
@@ -77,10 +78,8 @@ class Forecast:
         """Unit -> operations whose results lean saves do not rebuild bit for bit, and so keep."""
         self.spoiled: frozenset[str] = frozenset()
         """Units whose results were changed before the next one saved them, or held for longer than was seen."""
-        self.compared: Mapping[str, Mapping[int, int]] = {}
-        """Unit -> number of places that a call had -> up to which grade their recipes were compared."""
-        self.comparing_shares: Mapping[str, float] = {}
-        """Unit -> what comparing takes in a call of another number of places, of what it would take in all of them."""
+        self.compared: Comparisons | None = None
+        """Which recipes were compared so far in the model that is trained, if one is."""
         self.turns: Mapping[str, Sequence[int]] = {}
         """See `Estimator.turns`."""
         self.may_hand_on = True
@@ -165,7 +164,6 @@ class Forecast:
             extras=self._extras(prediction),
             handed_on=self.handed_on,
             compared=self.compared,
-            comparing_shares=self.comparing_shares,
         )
 
     @property

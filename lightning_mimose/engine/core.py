@@ -112,8 +112,7 @@ class Engine:
             lean=any(action in GRADES for action in self.actions),
             splits=any(action in SPLITS for action in self.actions),
         )
-        self.advisor.compared = self.session.places_compared
-        self.advisor.comparing_shares = self.session.comparing_share
+        self.advisor.compared = self.session.comparisons
         self.advisor.turns = kernels_turn_at(model, self.device)
         self.host: HostMemory | None = None
         if OFFLOAD in self.actions:

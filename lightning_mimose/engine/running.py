@@ -210,9 +210,9 @@ class Running:
             self._attachment.take_refusals()
         if armed:  # else no unit can have been tried
             self._trials.disarm()
-            if session.newly_compared:
-                self._advisor.compared_at(step.size, session.newly_compared)
-                session.newly_compared.clear()
+            if session.comparisons.news:
+                self._advisor.compared_at(step.size, session.comparisons.news)
+                session.comparisons.news.clear()
         if session.surprised:
             session.surprised = self._lessons.renews = self._lessons.unlike.renews = False
             self._advisor.different = dict(session.different)

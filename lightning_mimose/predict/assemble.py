@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.menu import GRADE_INSIDE, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
+from lightning_mimose.predict.comparing import Comparing, Comparisons
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
@@ -23,12 +23,6 @@ from lightning_mimose.predict.timeline import Timeline
 
 HOOK_SECONDS = 5e-4
 """What hooks on all that one call saves cost, besides what they do."""
-
-
-NEARLY = 0.01
-"""By how much a number that was fitted may miss a whole one."""
-Comparing: TypeAlias = dict[int, tuple[int, int]]
-"""See `_Assembly.comparing_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +63,7 @@ def assemble(
     left_out: frozenset[str] = frozenset(),
     extras: Extras | None = None,
     handed_on: Mapping[str, int] = MappingProxyType({}),
-    compared: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
-    comparing_shares: Mapping[str, float] = MappingProxyType({}),
+    compared: Comparisons | None = None,
 ) -> Timeline:
     """Assemble the timeline of one step.
 
@@ -83,15 +76,13 @@ def assemble(
         left_out: Units that must not be recomputed.
         extras: What else may be planned.
         handed_on: Unit -> up to which grade its result is handed on, see `Structure.handed_on`.
-        compared: Unit -> number of places that a call had -> up to which grade their recipes were compared: others
-            will be when they act.
-        comparing_shares: Unit -> the part of what that would take in all of its places that it takes in the new ones.
+        compared: Which recipes were compared so far; None where those of all were.
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
     assembly = _Assembly(structure, values, resident, rates, minimum_share, left_out, kinds)
     assembly.add_recompute()
-    comparing = assembly.comparing_bytes(compared, comparing_shares)
+    comparing = {} if compared is None else compared.to_come(structure, values)
     assembly.add_lean(handed_on, comparing)
     assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN, comparing)
     if extras.link is not None:
@@ -147,40 +138,12 @@ class _Assembly(Rows):
         besides += rates.again_seconds * sum(self.tensors[i] for i in calls)
         return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
 
-    def comparing_bytes(self, compared: Mapping[str, Mapping[int, int]], shares: Mapping[str, float]) -> Comparing:
-        """What comparing recipes takes in calls that save as many tensors as none before (a loop of another length).
-
-        Args:
-            compared: Unit -> number of places that a call had -> up to which grade their recipes were compared. Where
-                nothing is known of a unit nothing is planned.
-            shares: Unit -> the part of that which places take that are new in such a call; all of it where that is not
-                known.
-
-        Returns:
-            Call -> up to which grade nothing needs to be compared, and the bytes that the others take.
-        """
-        structure, columns = self.structure, self.structure.layout.columns
-        places = np.append(self.values, 0)[columns["places"]]
-        comparing: list[int] = np.append(self.value, 0)[columns["comparing"]].tolist()
-        # How often a unit saves something that goes by what tensors hold is not known beforehand, nor where the fit,
-        # which is made for bytes, does not hold for numbers of tensors.
-        known_to_be = np.abs(places - np.rint(places)) < NEARLY
-        found: Comparing = {}
-        for i in np.flatnonzero(known_to_be & (columns["places"] >= 0)).tolist():
-            known = compared.get(structure.calls[i].unit)
-            if known is None or structure.calls[i].unit in structure.dynamic:
-                continue
-            grade = known.get(round(float(places[i])), 0)
-            if grade < len(GRADES):
-                found[i] = grade, int(shares.get(structure.calls[i].unit, 1.0) * comparing[i])
-        return found
-
     def add_lean(self, handed_on: Mapping[str, int], comparing: Comparing) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice.
 
         Args:
             handed_on: Unit -> up to which grade its result is handed on.
-            comparing: See `comparing_bytes`.
+            comparing: What comparing recipes will take.
         """
         structure, layout, first = self.structure, self.structure.layout, len(self.options)
         saved: list[int] = self.value[layout.lean_columns[0]].tolist()
@@ -259,7 +222,7 @@ class _Assembly(Rows):
         Args:
             grade: The grade of lean saves inside.
             action: Name of the action.
-            comparing: See `comparing_bytes`.
+            comparing: What comparing recipes will take.
         """
         structure, layout, count = self.structure, self.structure.layout, len(self.structure.positions)
         plain = {option.unit: i for i, option in enumerate(self.options) if option.action == RECOMPUTE}

@@ -10,18 +10,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import FEW_OPERATIONS, Handle, Kept, Rebuilt, Use, View, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, Use, View, is_plain
+from lightning_mimose.actions.lean.making import comparing_bytes, rebuilding
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
-from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
 from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.call import LeanItem, ResultItem
@@ -152,7 +151,7 @@ class LeanSurvey:
         finally:
             self._watching = False
             self._items = tuple(self._item(found) for found in self._found)
-            new_bytes = max((self._comparing(handle) for handle in self._saves.unmet), default=0)
+            new_bytes = max((comparing_bytes(handle, on_host=self._on_host) for handle in self._saves.unmet), default=0)
             all_bytes = max((item.comparing_bytes for item in self._items), default=0)
             self._tell(len(self._packs), new_bytes, all_bytes)
             for surveyed in self._surveyed:
@@ -223,7 +222,7 @@ class LeanSurvey:
         held = handle.held_bytes if isinstance(handle, Mask) else 0
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
-        temporary, work = _rebuilding(handle, own, also)
+        temporary, work = rebuilding(handle, own, also)
         # What would be gone without the recipe that needs it.
         sources = {source for source, _ in _sources(handle, 0, {})} if isinstance(handle, Recipe) else set()
         needed = sum(s.nbytes() for s in sources if s in self._lost and s not in self._by_storage)
@@ -241,22 +240,8 @@ class LeanSurvey:
             tuple({self._identify(each) for each in _arguments(handle)}),
             needed,
             tuple(found.since),
-            self._comparing(handle),
+            comparing_bytes(handle, on_host=self._on_host),
         )
-
-    def _comparing(self, handle: Handle) -> int:
-        """Bytes that it takes to compare a value: nothing that it is made from is there, but for what is kept."""
-        rebuilt = handle.rebuilt
-        if rebuilt is None:
-            return 0
-        made = list(_on_the_way(rebuilt))
-        peak = sum(each.nbytes for each in made)  # all of it is there to the end, see `rebuilt_now`
-        if rebuilt.operations <= FEW_OPERATIONS:
-            # Nothing stays but what is in use, and in a recomputation something that is saved itself.
-            stays = max((each.nbytes for each in made if each.is_saved and each is not rebuilt), default=0)
-            peak = min(peak, _in_any_order(rebuilt)[0] + stays)
-        # Accelerators compare every element first: a byte for each, of two at least.
-        return peak if self._on_host else peak + handle.nbytes // 2
 
     def returned(self, out: Any) -> None:
         """See `Survey`."""
@@ -270,7 +255,7 @@ class LeanSurvey:
             return None
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
-        temporary, work = _rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
+        temporary, work = rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
         given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
         needed: dict[int, int] = {}
         for storage, grade in _sources(recipe, recipe.grade, {}):
@@ -326,48 +311,6 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _rebuilding(handle: Handle, items: dict[int, int], also: set[int]) -> tuple[int, float]:
-    """Bytes that live besides a value while it is rebuilt, and the operations that takes.
-
-    Args:
-        handle: The value.
-        items: Handles that are saved themselves -> their index: rebuilt on the way they stay, and are paid for there.
-        also: Filled with those.
-    """
-    making = _making(handle, items, also)
-    return max(making.peak_bytes - handle.nbytes, 0), making.work
-
-
-def _in_any_order(handle: Handle) -> tuple[int, int]:
-    """Bytes on the way to a value, whichever of its inputs is made first, and afterwards."""
-    base = handle.base if isinstance(handle, View) else handle
-    if not isinstance(base, Rebuilt) or base.is_kept:
-        return 0, 0
-    if not isinstance(base, Recipe):
-        made = _making(base, {}, set())
-        return made.peak_bytes, made.left_bytes
-    inputs = [_in_any_order(each) for each in base.inputs]
-    left = sum(left for _, left in inputs)
-    peak = max((peak + left - own for peak, own in inputs), default=0)
-    if base.is_view:
-        return peak, left
-    return max(peak, left + (0 if base.overwritten is not None else base.nbytes)), base.nbytes
-
-
-def _on_the_way(handle: Rebuilt) -> Iterator[Rebuilt]:
-    """What is made for a value, itself included; not one by one by calling itself, for a loop makes long chains."""
-    known: set[int] = set()
-    waiting: list[Handle] = [handle]
-    while waiting:
-        each = waiting.pop()
-        base = each.base if isinstance(each, View) else each
-        if id(base) not in known and isinstance(base, Rebuilt) and not base.is_kept:
-            known.add(id(base))
-            waiting += base.sources
-            if not (isinstance(base, Recipe) and base.is_view):
-                yield base
-
-
 def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
     """What the call was given, of that which a value is rebuilt from on the spot."""
     for each in handle.inputs if isinstance(handle, Recipe) else ():
@@ -391,32 +334,3 @@ def _sources(recipe: Recipe, grade: int, seen: dict[int, int]) -> Iterator[tuple
             higher = max(grade, base.grade)
             if higher < seen.get(id(base), NO_GRADE):  # there may be another way to it, that needs less
                 yield from _sources(base, higher, seen)
-
-
-class _Making(NamedTuple):
-    """What it takes to make a value: bytes on the way and afterwards, the value's included, and operations."""
-
-    peak_bytes: int = 0
-    left_bytes: int = 0
-    work: float = 0.0
-
-
-def _making(handle: Handle, items: dict[int, int], also: set[int]) -> _Making:
-    if isinstance(handle, Mask):
-        return _Making(handle.nbytes + handle.temporary_bytes, handle.nbytes, MASK * prod(handle.shape))
-    if not isinstance(handle, Recipe) or handle.is_kept:
-        return _Making()
-    peak, left, work = 0, 0, handle.work
-    for each in handle.inputs:
-        base = each.base if isinstance(each, View) else each
-        if id(base) in items:
-            if isinstance(base, Rebuilt):
-                also.add(items[id(base)])
-            continue
-        made = _making(base, items, also)
-        peak, left, work = max(peak, left + made.peak_bytes), left + made.left_bytes, work + made.work
-    if handle.is_view:
-        return _Making(peak, left, work)
-    if handle.overwritten is not None:
-        return _Making(max(peak, left), handle.nbytes, work - ALLOCATED * prod(handle.shape))
-    return _Making(max(peak, left + handle.nbytes), handle.nbytes, work)
