@@ -13,7 +13,7 @@ from lightning_mimose.menu import CHUNKS, GRADES, OFFLOAD, SPLITS, check_actions
 from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.checking import GOOD_ERROR
-from lightning_mimose.predict.comparing import Comparisons
+from lightning_mimose.predict.comparing import Comparing, Comparisons
 from lightning_mimose.predict.estimator import Estimator, Prediction
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
@@ -154,6 +154,11 @@ class Forecast:
         return joined([kept_timeline(each.structure, each.values, resident) for each in each_path])
 
     def _on_path(self, prediction: Prediction, resident: Resident, left_out: Collection[str]) -> Timeline:
+        comparing: Comparing = {}
+        if self.compared is not None:
+            seen = self.estimator.observed.sizes.get(prediction.structure, {})
+            measured = [each.values for each in seen.values()]
+            comparing = self.compared.to_come(prediction.structure, prediction.values, measured)
         return assemble(
             prediction.structure,
             prediction.values,
@@ -163,7 +168,7 @@ class Forecast:
             left_out=frozenset(left_out),
             extras=self._extras(prediction),
             handed_on=self.handed_on,
-            compared=self.compared,
+            comparing=comparing,
         )
 
     @property

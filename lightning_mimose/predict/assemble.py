@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_mimose.menu import GRADE_INSIDE, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
-from lightning_mimose.predict.comparing import Comparing, Comparisons
+from lightning_mimose.predict.comparing import Comparing
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
@@ -63,7 +63,7 @@ def assemble(
     left_out: frozenset[str] = frozenset(),
     extras: Extras | None = None,
     handed_on: Mapping[str, int] = MappingProxyType({}),
-    compared: Comparisons | None = None,
+    comparing: Comparing = MappingProxyType({}),
 ) -> Timeline:
     """Assemble the timeline of one step.
 
@@ -76,13 +76,12 @@ def assemble(
         left_out: Units that must not be recomputed.
         extras: What else may be planned.
         handed_on: Unit -> up to which grade its result is handed on, see `Structure.handed_on`.
-        compared: Which recipes were compared so far; None where those of all were.
+        comparing: What comparing recipes will take, see `Comparisons.to_come`.
     """
     extras = extras or Extras()
     kinds = len(structure.grades) + 3 + len(extras.smaller)
     assembly = _Assembly(structure, values, resident, rates, minimum_share, left_out, kinds)
     assembly.add_recompute()
-    comparing = {} if compared is None else compared.to_come(structure, values)
     assembly.add_lean(handed_on, comparing)
     assembly.add_recompute_lean(GRADE_INSIDE, RECOMPUTE_LEAN, comparing)
     if extras.link is not None:

@@ -6,6 +6,7 @@ comes after it are other places.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,7 +20,7 @@ MOST_COUNTS = 4096
 """Numbers of places in the calls of a unit of which it is remembered that they were compared."""
 NEARLY = 0.01
 """By how much a number that was fitted may miss a whole one."""
-Comparing: TypeAlias = dict[int, tuple[int, int]]
+Comparing: TypeAlias = Mapping[int, tuple[int, int]]
 """Call -> up to which grade nothing needs to be compared, and the bytes that the others take."""
 
 
@@ -72,24 +73,33 @@ class Comparisons:
         if all_bytes and places not in self.grades.get(unit, (places,)):
             self.shares[unit] = max(new_bytes / all_bytes, self.shares.get(unit, 0.0))
 
-    def to_come(self, structure: Structure, values: NDArray[np.float64]) -> Comparing:
+    def to_come(
+        self, structure: Structure, values: NDArray[np.float64], seen: Sequence[NDArray[np.float64]]
+    ) -> Comparing:
         """What it will take in the calls of a step that save as often as none before.
 
         Args:
             structure: The step's shape.
             values: Shape (columns,); the fitted columns for its size.
+            seen: Of each size that was measured, the same.
 
         Returns:
-            Nothing of units of which nothing was compared at all, which are not planned yet.
+            Nothing of calls that save equally often in all sizes: where those of one unit do not (it is called again
+            without gradients of its input, say), what is compared is spread over its forward. And nothing of units of
+            which nothing was compared at all, which are not planned yet.
         """
         columns = structure.layout.columns
+        counts = np.array([each[columns["places"]] for each in seen]).reshape(-1, len(structure.calls))
+        loops = np.ptp(counts, axis=0) > 0 if len(counts) else np.zeros(len(structure.calls), dtype=np.bool_)
+        if not loops.any():  # as in most models
+            return {}
         places = np.append(values, 0)[columns["places"]]
         comparing = np.append(values, 0)[columns["comparing"]]
         # How often a unit saves something that goes by what tensors hold is not known beforehand, nor where the fit,
         # which is made for bytes, does not hold for numbers of tensors.
         is_whole = np.abs(places - np.rint(places)) < NEARLY
-        found: Comparing = {}
-        for i in np.flatnonzero(is_whole & (columns["places"] >= 0)).tolist():
+        found: dict[int, tuple[int, int]] = {}
+        for i in np.flatnonzero(loops & is_whole & (columns["places"] >= 0)).tolist():
             unit = structure.calls[i].unit
             if unit not in self.grades or unit in structure.dynamic:
                 continue

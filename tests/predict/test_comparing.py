@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.menu import GRADES
-from lightning_mimose.predict.comparing import MOST_COUNTS, Comparisons
+from lightning_mimose.predict.comparing import MOST_COUNTS, Comparing, Comparisons
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
 
@@ -26,20 +27,37 @@ def places_of(unit: str) -> tuple[int, int, int]:
     return index, int(seen().values[calls[index].places]), int(seen().values[calls[index].comparing])
 
 
+def to_come(comparisons: Comparisons, values: NDArray[np.float64] | None = None, more: int = 2) -> Comparing:
+    """What is to come in that step, where all calls of another size saved more often."""
+    other = np.array(seen().values)
+    other[[call.places for call in seen().structure.calls if call.places >= 0]] += more
+    return comparisons.to_come(seen().structure, seen().values if values is None else values, [seen().values, other])
+
+
 def test_nothing_is_to_come_of_what_was_compared_or_never_was() -> None:
     """Units that were not tried are planned otherwise."""
     index, places, nbytes = places_of("layers.0")
     assert places > 2
     assert nbytes > 0
     comparisons = Comparisons()
-    assert comparisons.to_come(seen().structure, seen().values) == {}
+    assert to_come(comparisons) == {}
     comparisons.made("layers.0", places + 7, len(GRADES))
-    assert comparisons.to_come(seen().structure, seen().values) == {index: (0, nbytes)}
+    assert to_come(comparisons) == {index: (0, nbytes)}
     comparisons.made("layers.0", places, 2)
-    assert comparisons.to_come(seen().structure, seen().values) == {index: (2, nbytes)}
+    assert to_come(comparisons) == {index: (2, nbytes)}
     comparisons.made("layers.0", places, len(GRADES))
-    assert comparisons.to_come(seen().structure, seen().values) == {}
+    assert to_come(comparisons) == {}
     assert comparisons.news == {"layers.0"}
+
+
+def test_calls_that_always_save_as_often_are_no_loops() -> None:
+    """A unit may be called again in a step, and save less then, as it does in every size."""
+    _, places, _ = places_of("layers.0")
+    comparisons = Comparisons()
+    comparisons.made("layers.0", places + 1, len(GRADES))
+    assert to_come(comparisons)
+    assert to_come(comparisons, more=0) == {}
+    assert comparisons.to_come(seen().structure, seen().values, []) == {}
 
 
 def test_a_part_of_the_places_may_be_new() -> None:
@@ -51,7 +69,7 @@ def test_a_part_of_the_places_may_be_new() -> None:
     comparisons.missing("layers.1", places + 7, nbytes, nbytes)
     assert comparisons.shares == {}
     comparisons.missing("layers.1", places + 3, nbytes // 4, nbytes)
-    found = comparisons.to_come(seen().structure, seen().values)
+    found = to_come(comparisons)
     assert found == {index: (0, int(nbytes // 4 / nbytes * nbytes))}
 
 
@@ -61,7 +79,7 @@ def test_a_number_that_is_not_known_to_be_right_says_nothing() -> None:
     comparisons, values = Comparisons(), np.array(seen().values)
     comparisons.made("layers.0", places, len(GRADES))
     values[seen().structure.calls[index].places] += 0.4
-    assert comparisons.to_come(seen().structure, values) == {}
+    assert to_come(comparisons, values) == {}
 
 
 def test_no_more_numbers_are_remembered_than_there_is_use_for() -> None:
