@@ -89,8 +89,8 @@ class Comparisons:
             which nothing was compared at all, which are not planned yet.
         """
         columns = structure.layout.columns
-        counts = np.array([each[columns["places"]] for each in seen]).reshape(-1, len(structure.calls))
-        loops = np.ptp(counts, axis=0) > 0 if len(counts) else np.zeros(len(structure.calls), dtype=np.bool_)
+        counts = np.array([each[columns["places"]] for each in seen])
+        loops = np.ptp(counts, axis=0) > 0 if counts.size else np.zeros(len(structure.calls), dtype=np.bool_)
         if not loops.any():  # as in most models
             return {}
         places = np.append(values, 0)[columns["places"]]
