@@ -70,7 +70,8 @@ class Comparisons:
             new_bytes: What comparing would have taken in those that were not met before.
             all_bytes: And in all of them.
         """
-        if all_bytes and places not in self.grades.get(unit, (places,)):
+        # In a shorter loop only what comes after it is new, in a longer one more rounds are, too.
+        if all_bytes and places > max(self.grades.get(unit, ()), default=places):
             self.shares[unit] = max(new_bytes / all_bytes, self.shares.get(unit, 0.0))
 
     def to_come(

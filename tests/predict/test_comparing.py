@@ -68,7 +68,9 @@ def test_a_part_of_the_places_may_be_new() -> None:
     comparisons.made("layers.1", places + 7, len(GRADES))
     comparisons.missing("layers.1", places + 7, nbytes, nbytes)
     assert comparisons.shares == {}
-    comparisons.missing("layers.1", places + 3, nbytes // 4, nbytes)
+    comparisons.missing("layers.1", places + 3, 0, nbytes)  # a shorter loop, whose rounds were all met
+    assert comparisons.shares == {}
+    comparisons.missing("layers.1", places + 9, nbytes // 4, nbytes)
     found = to_come(comparisons)
     assert found == {index: (0, int(nbytes // 4 / nbytes * nbytes))}
 
