@@ -249,7 +249,7 @@ class Advisor(Student):
             units: Units whose calls had more places, or other grades, than were compared before.
         """
         prediction = self.estimator.predict(dict(size.dims))
-        if prediction is None or (prediction.structure.dynamic and set(units) <= set(prediction.structure.dynamic)):
+        if prediction is None or set(units) <= set(prediction.structure.dynamic):
             return  # there nothing was counted for it
         for each in (size, size.rounded_up()):
             self.planner.drop(self._key(each))

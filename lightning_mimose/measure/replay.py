@@ -185,7 +185,7 @@ class Replays:
                 total, besides = before[inner.key]
                 inner.flops, inner.besides = flops.total - total, flops.besides - besides
             packed = pack_outer(tensor) if survey is None else survey.pack(tensor, pack_outer, is_lost=is_lost)
-            slot = _Slot(packed, len(slots))
+            slot = _Slot(packed)
             slots.append(weakref.ref(slot))
             return slot
 
@@ -270,7 +270,7 @@ class _Slot:
 
     __slots__ = ("__weakref__", "number", "packed")
 
-    def __init__(self, packed: Any, number: int) -> None:
+    def __init__(self, packed: Any, number: int = -1) -> None:
         self.packed, self.number = packed, number
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -312,6 +312,23 @@ def unpack(packed: Handle | Use) -> torch.Tensor:
     if isinstance(packed, Kept):  # most are
         return packed.value()
     return packed.value() if isinstance(packed, Use) else _without_autocast(packed.value)
+
+
+def with_sources(handles: Iterable[Handle], *, past_kept: bool = True) -> Iterator[Handle]:
+    """Whatever these are made from, themselves included; in no chain of calls, for a loop makes long ones.
+
+    Args:
+        handles: They.
+        past_kept: Whether what is kept counts, and what it is made from: it need not be made.
+    """
+    known: set[int] = set()
+    waiting = list(handles)
+    while waiting:
+        handle = waiting.pop()
+        if id(handle) not in known and (past_kept or not handle.is_kept):
+            known.add(id(handle))
+            yield handle
+            waiting += handle.sources
 
 
 def rebuilt_now(handle: Handle) -> torch.Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from lightning_mimose.actions.lean.handles import FEW_OPERATIONS, Handle, Rebuilt, View
+from lightning_mimose.actions.lean.handles import FEW_OPERATIONS, Handle, Rebuilt, View, with_sources
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import ALLOCATED, MASK
@@ -70,7 +69,8 @@ def comparing_bytes(handle: Handle, *, on_host: bool) -> int:
     rebuilt = handle.rebuilt
     if rebuilt is None:
         return 0
-    made = list(_on_the_way(rebuilt))
+    behind = with_sources([rebuilt], past_kept=False)
+    made = [each for each in behind if isinstance(each, Rebuilt) and not (isinstance(each, Recipe) and each.is_view)]
     peak = sum(each.nbytes for each in made)  # all of it is there to the end, see `rebuilt_now`
     if rebuilt.operations <= FEW_OPERATIONS:
         # Nothing stays but what is in use, and in a recomputation something that is saved itself.
@@ -94,17 +94,3 @@ def _in_any_order(handle: Handle) -> tuple[int, int]:
     if base.is_view:
         return peak, left
     return max(peak, left + (0 if base.overwritten is not None else base.nbytes)), base.nbytes
-
-
-def _on_the_way(handle: Rebuilt) -> Iterator[Rebuilt]:
-    """What is made for a value, itself included; not one by one by calling itself, for a loop makes long chains."""
-    known: set[int] = set()
-    waiting: list[Handle] = [handle]
-    while waiting:
-        each = waiting.pop()
-        base = each.base if isinstance(each, View) else each
-        if id(base) not in known and isinstance(base, Rebuilt) and not base.is_kept:
-            known.add(id(base))
-            waiting += base.sources
-            if not (isinstance(base, Recipe) and base.is_view):
-                yield base

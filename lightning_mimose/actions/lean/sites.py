@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_mimose.actions.lean.handles import Handle
+from lightning_mimose.actions.lean.handles import Handle, with_sources
 
 
 class Place(NamedTuple):
@@ -65,22 +65,10 @@ class Sites:
             busy = (spot for spot, count in self.idle.items() if count == BUSY)
             self.idle = dict.fromkeys(busy if len(self.idle) <= MOST_SPOTS else (), BUSY)
         if unknown:
-            used = set(map(id, _sources(made)))
+            used = set(map(id, with_sources(made)))
             for spot, handles in unknown:
                 is_used = any(id(each) in used for each in handles)
                 self.idle[spot] = BUSY if is_used else self.idle.get(spot, 0) + 1
-
-
-def _sources(made: Iterable[Handle]) -> Iterator[Handle]:
-    """Whatever these are rebuilt from, themselves included."""
-    known: set[int] = set()
-    waiting = list(made)
-    while waiting:
-        handle = waiting.pop()
-        if id(handle) not in known:
-            known.add(id(handle))
-            yield handle
-            waiting += handle.sources
 
 
 class References:
