@@ -324,9 +324,11 @@ class Search:
         for column in kind.T:
             number = number * 1_000_003 + column  # equal rows have equal numbers, others hardly ever
         together = np.argsort(number, kind="stable")
-        first = np.flatnonzero(np.append(True, np.diff(number[together]) != 0))
+        place, ordered = np.arange(len(order)), number[together]
+        begins = np.zeros(len(order), dtype=np.intp)
+        begins[1:] = np.where(ordered[1:] != ordered[:-1], place[1:], 0)
         alike = np.empty(len(order), dtype=np.intp)
-        alike[together] = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+        alike[together] = place - np.maximum.accumulate(begins)
         return order[alike < ALIKE][:CORE]
 
     def _independent(self, moves: Moves, core: Ints) -> NDArray[np.bool_]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,47 @@ Floats = NDArray[np.float64]
 
 NONE = -1
 """In an array that holds one option per unit: the unit takes none of its own, it is kept."""
+
+
+class Forest(NamedTuple):
+    """How units lie inside each other: the same for the timelines of all sizes. See the properties of `Structure`."""
+
+    levels: tuple[Ints, ...]
+    inner: tuple[tuple[Ints, Ints], ...]
+    spans: tuple[Ints, Ints]
+
+
+@lru_cache(maxsize=64)
+def _forest(parents: tuple[int, ...]) -> Forest:
+    above = np.array(parents, dtype=np.intp)
+    levels = _levels(above)
+    return Forest(levels, tuple((level, above[level]) for level in levels[1:]), _spans(above, levels))
+
+
+def _levels(parents: Ints) -> tuple[Ints, ...]:
+    depth = np.zeros(len(parents), dtype=np.intp)
+    above = parents.copy()
+    while (above >= 0).any():
+        depth += above >= 0
+        above = np.where(above >= 0, parents[above], -1)
+    return tuple(np.flatnonzero(depth == d) for d in range(int(depth.max(initial=0)) + 1))
+
+
+def _spans(parents: Ints, levels: tuple[Ints, ...]) -> tuple[Ints, Ints]:
+    size = np.ones(len(parents), dtype=np.intp)
+    for level in reversed(levels[1:]):
+        np.add.at(size, parents[level], size[level])
+    start = np.zeros(len(parents), dtype=np.intp)
+    roots = levels[0]
+    start[roots] = np.cumsum(size[roots]) - size[roots]
+    free = start + 1
+    for level in levels[1:]:
+        for child in level.tolist():
+            parent = parents[child]
+            start[child] = free[parent]
+            free[parent] += size[child]
+            free[child] = start[child] + 1
+    return start, start + size
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,37 +89,23 @@ class Structure:
         )
 
     @cached_property
+    def _forest(self) -> Forest:
+        return _forest(tuple(self.parents.tolist()))
+
+    @property
     def levels(self) -> tuple[Ints, ...]:
         """Units by depth in the forest, the roots first."""
-        depth = np.zeros(len(self.parents), dtype=np.intp)
-        above = self.parents.copy()
-        while (above >= 0).any():
-            depth += above >= 0
-            above = np.where(above >= 0, self.parents[above], -1)
-        return tuple(np.flatnonzero(depth == d) for d in range(int(depth.max(initial=0)) + 1))
+        return self._forest.levels
 
-    @cached_property
+    @property
     def _inner(self) -> tuple[tuple[Ints, Ints], ...]:
         """The units of every level but the roots', and those that they are in."""
-        return tuple((level, self.parents[level]) for level in self.levels[1:])
+        return self._forest.inner
 
-    @cached_property
+    @property
     def spans(self) -> tuple[Ints, Ints]:
         """For every unit (first, last + 1) in a depth-first numbering: a unit's span contains its descendants'."""
-        size = np.ones(len(self.parents), dtype=np.intp)
-        for level in reversed(self.levels[1:]):
-            np.add.at(size, self.parents[level], size[level])
-        start = np.zeros(len(self.parents), dtype=np.intp)
-        roots = self.levels[0]
-        start[roots] = np.cumsum(size[roots]) - size[roots]
-        free = start + 1
-        for level in self.levels[1:]:
-            for child in level.tolist():
-                parent = self.parents[child]
-                start[child] = free[parent]
-                free[parent] += size[child]
-                free[child] = start[child] + 1
-        return start, start + size
+        return self._forest.spans
 
     @cached_property
     def _slots(self) -> Ints:

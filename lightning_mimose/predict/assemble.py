@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.menu import GRADE_INSIDE, GRADES, OFFLOAD, RECOMPUTE, RECOMPUTE_LEAN, SPLIT
 from lightning_mimose.predict.comparing import Comparing
-from lightning_mimose.predict.handing import HandingShape
+from lightning_mimose.predict.layout import Handed
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.rows import Rows
 from lightning_mimose.predict.shapes import NEVER, CallShape, Resident
@@ -108,7 +109,8 @@ class _Assembly(Rows):
             for i in calls:
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
-            self._add(structure.layout.index[unit], RECOMPUTE, sum(self._recomputing(unit)))
+            index = structure.layout.index[unit]
+            self._add(index, RECOMPUTE, self._recompute_seconds[index])
         self._spare_in_forward(row_of, self.value[columns["lean"]])
 
     def _spare_in_forward(self, row_of: NDArray[np.intp], peak_bytes: NDArray[np.int64]) -> None:
@@ -126,16 +128,18 @@ class _Assembly(Rows):
         call, position = call[here], position[here]
         np.add.at(self.relief, (row_of[call], position), self.level[position] - limit[call])
 
-    def _recomputing(self, unit: str) -> tuple[float, float]:
-        """What recomputing a unit costs: seconds for its operations, and besides.
+    @cached_property
+    def _recompute_seconds(self) -> list[float]:
+        """What recomputing each unit costs.
 
         Counted, at a rate that is measured over the whole model: measured times of single units would decide
         differently from run to run, for they vary by a tenth.
         """
-        rates, calls = self.rates, self.calls_of[unit]
-        besides = rates.region_seconds * float(self.counts[calls].sum())
-        besides += rates.again_seconds * sum(self.tensors[i] for i in calls)
-        return rates.again_per_operation * self.operations[self.structure.layout.index[unit]], besides
+        rates, unit_of, count = self.rates, self.structure.layout.unit_of, len(self.structure.units)
+        besides = rates.region_seconds * np.bincount(unit_of, self.counts, count)
+        besides += rates.again_seconds * np.array(self.tensors_of)
+        found: list[float] = (rates.again_per_operation * np.array(self.operations) + besides).tolist()
+        return found
 
     def add_lean(self, handed_on: Mapping[str, int], comparing: Comparing) -> None:
         """The grades of lean saves; one that spares hardly more than the grade before it is no choice.
@@ -151,8 +155,7 @@ class _Assembly(Rows):
         call_of = [shape.call for shape in structure.lean]
         before: dict[str, int] = {}
         chosen: list[list[int]] = []
-        handing = {structure.calls[each.call].unit: each for each in structure.handing}
-        hands: list[tuple[int, HandingShape]] = []
+        hands: list[tuple[int, Handed]] = []
         for (unit, action), shapes in layout.lean_of.items():
             one = len(shapes) == 1  # as usual: hundreds of units have thousands of these
             spared = saved[shapes[0]] if one else sum(saved[i] for i in shapes)
@@ -163,10 +166,10 @@ class _Assembly(Rows):
             self.borrows += [(len(self.options), n, call_of[i]) for i in shapes for n in structure.lean[i].borrowed]
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
-            looking = self.rates.look_seconds * sum(self.tensors[call_of[i]] for i in shapes)
-            handed = handing.get(unit)
-            if handed is not None and handed.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
-                rebuilding += float(self.values[handed.work])
+            looking = self.rates.look_seconds * self.tensors_of[index]
+            handed = layout.handed.get(unit)
+            if handed is not None and handed.shape.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
+                rebuilding += float(self.values[handed.shape.work])
                 hands.append((len(self.options), handed))
             self._add(index, action, rebuilding * self.rates.rebuilt_per_operation + looking)
             chosen.append(shapes)
@@ -187,21 +190,18 @@ class _Assembly(Rows):
                 if GRADES.index(self.options[row].action) >= grade:
                     self.relief[row, position[number == i]] -= nbytes
 
-    def _hand_on(self, row: int, handed: HandingShape) -> None:
+    def _hand_on(self, row: int, handed: Handed) -> None:
         """What is spared by a result that is made for the next call when the backward of that one begins.
 
         From then on it is there, and so is what is rebuilt on the way to it, which its own call needs next.
         """
-        structure, times = self.structure, self.structure.times
-        taker, ends = structure.calls[handed.taker], structure.calls[handed.call].end_time
-        taken = taker.backward_time
-        also = handed.also[GRADES.index(self.options[row].action)]
-        spares = self.relief[row, : len(structure.positions)]
-        spares += np.where((handed.since_time <= times) & (times < taken), self.value[handed.size], 0)
-        spares -= np.where((taken <= times) & (times < ends), self.value[also], 0)
+        shape, spares = handed.shape, self.relief[row]
+        spares[handed.spared] += self.value[shape.size]
+        spares[handed.made] -= self.value[shape.also[GRADES.index(self.options[row].action)]]
         # What it takes for a moment comes before anything else of that backward.
-        moment = self.value[taker.before_backward] + self.value[handed.temporary] - self.level
-        spares -= np.where(times == taken, np.maximum(moment, 0), 0)
+        before = self.value[self.structure.calls[shape.taker].before_backward]
+        moment = before + self.value[shape.temporary] - self.level[handed.taken]
+        spares[handed.taken] -= np.maximum(moment, 0)
 
     def _alter(self, shapes: Sequence[int], rows: Sequence[int]) -> None:
         """Where lean saves change what is alive inside a call: the rows that each of `shapes` is about."""
@@ -238,7 +238,7 @@ class _Assembly(Rows):
                 continue
             row = len(self.options)
             self.relief[row, :count] = self.relief[plain[index], :count]
-            seconds = sum(self._recomputing(unit))
+            seconds = self._recompute_seconds[index]
             for i in members:
                 mine = of_call[i]
                 row_of[mine] = row
@@ -322,7 +322,7 @@ class _Assembly(Rows):
                 )
                 row[inside] += apart - more
                 self.runs_again.append((len(self.options), i, int(small[call.working]) + given))
-            seconds = sum(self._recomputing(unit)) + chunks * HOOK_SECONDS * len(members)
+            seconds = self._recompute_seconds[index] + chunks * HOOK_SECONDS * len(members)
             self._add(index, f"{SPLIT}{chunks}", seconds)
         self._spare_in_forward(row_of, peak)
 

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.shapes import NEVER
 
 if TYPE_CHECKING:
     from lightning_mimose.predict.structure import Structure
 
 Ints = NDArray[np.intp]
+
+
+class Handed(NamedTuple):
+    """A result that is handed on, and where that changes what is alive.
+
+    Attributes:
+        shape: The result.
+        spared: Positions at which it is not there.
+        made: Those from which it is there again until its own call's backward ends.
+        taken: Those at which the backward of the call begins that saves it.
+    """
+
+    shape: HandingShape
+    spared: Ints
+    made: Ints
+    taken: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +136,20 @@ class Layout:
         found: dict[tuple[str, str], list[int]] = {}
         for i, shape in enumerate(self.structure.lean):
             found.setdefault((self.structure.calls[shape.call].unit, shape.action), []).append(i)
+        return found
+
+    @cached_property
+    def handed(self) -> dict[str, Handed]:
+        """Unit -> its result that may be handed on."""
+        calls, times, found = self.structure.calls, self.structure.times, {}
+        for shape in self.structure.handing:
+            taken, ends = calls[shape.taker].backward_time, calls[shape.call].end_time
+            found[calls[shape.call].unit] = Handed(
+                shape,
+                spared=np.flatnonzero((shape.since_time <= times) & (times < taken)),
+                made=np.flatnonzero((taken <= times) & (times < ends)),
+                taken=np.flatnonzero(times == taken),
+            )
         return found
 
     @cached_property

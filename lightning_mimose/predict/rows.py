@@ -175,6 +175,13 @@ class Rows:
         return found
 
     @cached_property
+    def tensors_of(self) -> list[float]:
+        """How many tensors the calls of every unit save."""
+        layout = self.structure.layout
+        found: list[float] = np.bincount(layout.unit_of, self.tensors, len(self.structure.units)).tolist()
+        return found
+
+    @cached_property
     def counts(self) -> NDArray[np.float64]:
         """How many calls every call stands for, see `Structure.counts`."""
         return self.structure.counts(self.values)
@@ -236,12 +243,13 @@ class Rows:
         relief[:, -1] = 0
         # These are positions of recomputing: no other option of the unit does anything there, but for what it spares of
         # the unit's other calls.
-        options_of: dict[str, list[int]] = {}
-        for option, choice in enumerate(options):
-            options_of.setdefault(structure.units[choice.unit], []).append(option)
-        lone = [(count + k, options_of[c.unit]) for k, c in enumerate(again) if len(self.calls_of[c.unit]) == 1]
-        columns = np.repeat([column for column, _ in lone], [len(owned) for _, owned in lone]).astype(np.intp)
-        relief[[option for _, owned in lone for option in owned], columns] = 0
+        alone = np.full(len(structure.units), -1, dtype=np.intp)
+        for column, call in enumerate(again, count):
+            if len(self.calls_of[call.unit]) == 1:
+                alone[structure.layout.index[call.unit]] = column
+        column_of_option = alone[np.array([option.unit for option in options], dtype=np.intp)]
+        rows = np.flatnonzero(column_of_option >= 0)
+        relief[rows, column_of_option[rows]] = 0
         column_of = {i: column for column, i in enumerate(self.again, count)}
         # Its own saved tensors are due now; those of the unit's other calls are still spared.
         due = [(o, column_of[i], self._others_spared(i) - takes) for o, i, takes in self.runs_again if i in column_of]
