@@ -30,7 +30,8 @@ NEAREST = 3
 """Of them, how many are started from."""
 
 FITTED_SECONDS = 1.5e-3
-"""After so long no further start is made to fit: the nearest ones come first, and a search may have to follow."""
+"""After so long no further start is made to fit: the nearest ones come first, and a search may have to follow. The one
+that fits best is bettered for as long again."""
 
 ROUNDS = 4
 """The most exchanges that follow."""
@@ -44,15 +45,15 @@ class _Start:
     """What was found for one problem.
 
     Attributes:
-        labels: Of the timeline's positions.
+        units: The timeline's units.
         choices: (unit, action) of those that act.
-        active: The positions that mattered.
+        active: What the positions are called that mattered.
         prices: Shape (active,); seconds per byte there.
     """
 
-    labels: tuple[str, ...]
+    units: tuple[str, ...]
     choices: tuple[tuple[str, str], ...]
-    active: tuple[int, ...]
+    active: tuple[str, ...]
     prices: Floats
 
     def pick(self, timeline: Timeline) -> Ints:
@@ -63,6 +64,13 @@ class _Start:
             if option is not None:
                 pick[timeline.options[option].unit] = option
         return pick
+
+    def placed(self, timeline: Timeline) -> tuple[list[int], Floats]:
+        """The positions that mattered, those of another timeline that are called the same, and the prices there."""
+        place_of = {label: place for place, label in enumerate(timeline.labels)}
+        priced = zip(self.active, self.prices.tolist(), strict=True)
+        found = {place_of[label]: price for label, price in priced if label in place_of}
+        return list(found), np.array(list(found.values()), dtype=np.float64)
 
 
 class Started(NamedTuple):
@@ -122,11 +130,12 @@ class Starts:
         with self._lock:
             known = list(self._known.items())
         nearest = nsmallest(NEAREST, known, key=lambda each: abs(each[0][0] - here[0]) + abs(each[0][1] - here[1]))
-        starts = [start for _, start in nearest if start.labels == timeline.labels]
+        starts = [start for _, start in nearest if start.units == timeline.units]
         if not starts:
             return None
         search = Search(timeline, Structure.of(timeline), budget_bytes)
-        search.watch(starts[0].active)
+        active, prices = starts[0].placed(timeline)
+        search.watch(active)
         best: Ints | None = None
         seconds, until = np.inf, perf_counter() + FITTED_SECONDS
         for start in starts:
@@ -138,11 +147,12 @@ class Starts:
         if best is None:
             return None
         search.take(best)
-        search.improve(starts[0].prices, rounds=ROUNDS)
-        bound, _ = proven(search, starts[0].prices)
+        search.until = until + FITTED_SECONDS
+        search.improve(prices, rounds=ROUNDS)
+        bound, _ = proven(search, prices)
         started = Started(search.pick, search.seconds, bound)
         if started.is_enough:
-            self.learn(search, starts[0].prices)
+            self.learn(search, prices)
         return started
 
     def learn(self, search: Search, prices: Floats) -> None:
@@ -155,7 +165,8 @@ class Starts:
         timeline, options = search.timeline, search.pick[search.pick >= 0].tolist()
         choices = [(timeline.units[timeline.options[i].unit], timeline.options[i].action) for i in options]
         padded = np.append(prices, np.zeros(len(search.active) - len(prices)))
-        start = _Start(timeline.labels, tuple(choices), tuple(search.active), padded)
+        active = tuple(timeline.labels[place] for place in search.active)
+        start = _Start(timeline.units, tuple(choices), active, padded)
         with self._lock:
             self._known[_needed(timeline), search.budget] = start
             self._known.move_to_end((_needed(timeline), search.budget))

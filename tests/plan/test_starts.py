@@ -85,6 +85,31 @@ def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch:
         assert found.added_seconds <= 1.05 * plan.added_seconds
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_neighbour_with_other_positions_is_started_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a smaller batch fewer units are worth recomputing, and each of their recomputations is a position."""
+    timeline, starts = realistic(kind), Starts()
+    timeline = replace(timeline, labels=tuple(f"{label} {i}" for i, label in enumerate(timeline.labels)))
+    budget = share_of(timeline, 0.6)
+    plan_heuristic(timeline, budget, (), starts)
+    binding = int(np.argmax(timeline.base_bytes))
+    kept = np.array([i for i in range(len(timeline.base_bytes)) if i == binding or i % 7])
+    fewer = replace(
+        timeline,
+        base_bytes=timeline.base_bytes[kept],
+        relief_bytes=timeline.relief_bytes[:, kept],
+        shared=tuple(replace(hold, mask=hold.mask[:, kept]) for hold in timeline.shared),
+        labels=tuple(timeline.labels[i] for i in kept.tolist()),
+    )
+    searched = plan_heuristic(fewer, budget)
+    monkeypatch.setattr("lightning_mimose.plan.heuristic.solve", lambda *_: pytest.fail("it was searched for"))
+    found = plan_heuristic(fewer, budget, (), starts)
+    check(fewer, found, budget)
+    assert found is not None
+    assert searched is not None
+    assert found.added_seconds <= 1.05 * searched.added_seconds
+
+
 def test_a_better_plan_of_a_neighbour_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the planner's thread has found serves other sizes as well."""
     timeline, starts = realistic("stages"), Starts()
