@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any
 
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
@@ -42,6 +43,7 @@ class Advisor(Student):
         planner: See `plan.Scheduler`.
         actions: What plans may choose from, see `menu`; the shelter recomputes whatever they say.
         fingerprint: Identifies model, precision and device; what was learnt for another is not used.
+        turns: See `Estimator`.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Advisor(Student):
         planner: PlannerChoice = "auto",
         actions: Sequence[str] | None = None,
         fingerprint: str = "",
+        turns: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(budget_bytes, size_fn=size_fn, actions=actions, fingerprint=fingerprint)
+        super().__init__(budget_bytes, size_fn=size_fn, actions=actions, fingerprint=fingerprint, turns=turns)
         self.planner = Planner(planner)
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
@@ -93,7 +96,7 @@ class Advisor(Student):
 
     def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         self.resident = resident.without(batch_bytes)
-        self.estimator.resident_bytes, self.estimator.turns = self.resident.total_bytes, self.turns
+        self.estimator.resident_bytes = self.resident.total_bytes
         planned = size.rounded_up()
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Forecast:
         size_fn: Batch -> size; None reads the dimensions of its tensors.
         actions: What plans may choose from, see `menu`.
         fingerprint: Identifies model, precision and device; what was learnt for another is not used.
+        turns: See `Estimator`.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Forecast:
         size_fn: Callable[[Any], int | Mapping[str, int]] | None = None,
         actions: Sequence[str] | None = None,
         fingerprint: str = "",
+        turns: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.actions = check_actions(None) if actions is None else tuple(actions)
         self.fingerprint = fingerprint
         self.tracker = SizeTracker(size_fn)
-        self.estimator = Estimator()
+        self.turns = turns
+        self.estimator = Estimator(turns=turns)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
         self.link: Link | None = None
@@ -80,8 +84,6 @@ class Forecast:
         """Units whose results were changed before the next one saved them, or held for longer than was seen."""
         self.compared: Comparisons | None = None
         """Which recipes were compared so far in the model that is trained, if one is."""
-        self.turns: Mapping[str, Sequence[int]] = {}
-        """See `Estimator.turns`."""
         self.may_hand_on = True
         """Whether a unit's parameters are there while another unit's backward runs; those that are sharded are not."""
         self.owns_allocator = True

@@ -211,7 +211,7 @@ class Student(Forecast):
             self.postures.forget()
         pace = self.estimator.pace.anew() if known is None else known.pace
         verified = self.estimator.verified if everywhere else 0
-        self.estimator = Estimator() if known is None else known
+        self.estimator = Estimator(turns=self.turns) if known is None else known
         self.estimator.pace, self.estimator.verified = pace, max(verified, self.estimator.verified)
         self.forgotten += everywhere or known is None
         if everywhere:  # else plans of other postures hold: each estimator has its own

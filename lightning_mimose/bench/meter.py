@@ -203,9 +203,12 @@ def _memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
     pending = list(tree)
     while pending:
         event = pending.pop()
-        pending.extend(event.children)
-        if hasattr(event.extra_fields, "alloc_size"):
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        fields = event.extra_fields  # made anew each time that it is asked for
+        size = getattr(fields, "alloc_size", None)
+        if size is None:
+            pending.extend(event.children)
+        else:
+            found.append((event.start_time_ns, fields.ptr, size))
     return sorted(found, key=lambda event: event[0])
 
 

@@ -106,6 +106,7 @@ class Engine:
             planner=planner,
             actions=self.actions,
             fingerprint=fingerprint(model, self.device, f"{precision} {len(ranks)}", self.units),
+            turns=kernels_turn_at(model, self.device),
         )
         self.advisor.may_hand_on = not sharded_modules(model)
         self.session = Session(
@@ -113,7 +114,6 @@ class Engine:
             splits=any(action in SPLITS for action in self.actions),
         )
         self.advisor.compared = self.session.comparisons
-        self.advisor.turns = kernels_turn_at(model, self.device)
         self.host: HostMemory | None = None
         if OFFLOAD in self.actions:
             self.host = HostMemory(host_bytes(host_budget))

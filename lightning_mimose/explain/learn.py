@@ -104,7 +104,7 @@ def learn(
         torch.optim.AdamW(parameters, lr=1e-4) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=1e-4)
     )
     engine = Engine(model, budget=1.0, units=units, actions=actions, planner="exact", device=where)
-    pupil = engine.advisor.estimator = _Pupil()
+    pupil = engine.advisor.estimator = _Pupil(turns=engine.advisor.turns)
     engine.advisor.estimator.bounds.refute()  # every size is measured, however ample the budget
     engine.watch([optim])
     engine.attach()

@@ -7,9 +7,10 @@ from torch import nn
 
 SEVERAL, MANY = 2, 16
 """Rows from which on a convolution is oneDNN's on a CPU. Of fewer than two, ATen takes its own where there is little to
-do; of fewer than 16 where the filter is one point wide and there is one thread (`ConvParams::use_mkldnn`,
+do; of fewer than 16 where the filter is one point in its last two dimensions and there is one thread, transposed or not
+(`ConvParams::use_mkldnn`,
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/Convolution.cpp)."""
-_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 def kernels_turn_at(model: nn.Module, device: torch.device) -> dict[str, tuple[int, ...]]:
@@ -30,5 +31,5 @@ def kernels_turn_at(model: nn.Module, device: torch.device) -> dict[str, tuple[i
     found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
     if device.type != "cpu" or not found:
         return {}
-    points = [module for module in found if {*module.kernel_size, *module.stride, *module.dilation} == {1}]
+    points = [module for module in found if {*module.kernel_size[-2:], *module.stride, *module.dilation} == {1}]
     return {"batch": (SEVERAL, MANY) if points and torch.get_num_threads() == 1 else (SEVERAL,)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,10 @@ class Estimator:
 
     Args:
         patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
+        turns: Dimension -> from which of its values on kernels are others: no fit holds beyond one it has not seen.
     """
 
-    def __init__(self, patience: int = 5) -> None:
+    def __init__(self, patience: int = 5, turns: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         self.token = object()
         self.bounds = Bounds()
         self.shelter_only: set[BatchSize] = set()
@@ -79,9 +81,7 @@ class Estimator:
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
-        self.turns: Mapping[str, Sequence[int]] = {}
-        """Dimension -> from which of its values on kernels are others: no fit holds beyond one that it has not seen."""
-        self._patience = patience
+        self._patience, self._turns = patience, turns
         self._enough = 0
         self._measured_since: set[Key] = set()
         self.observed = Observed()
@@ -324,9 +324,9 @@ class Estimator:
             reach = 1.25
         else:
             return False
-        for name in self.turns.keys() & dims.keys():
+        for name in self._turns.keys() & dims.keys():
             if any(
-                fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self.turns[name]
+                fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self._turns[name]
             ):
                 return False
         return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -26,11 +27,12 @@ def one_thread() -> Iterator[None]:
 class Points(nn.Module):
     """Convolutions whose filters are one point wide, which make something wide of something narrow."""
 
+    convolution: type[nn.Conv2d] | type[nn.ConvTranspose2d] = nn.Conv2d
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 32, 1), nn.ReLU(), nn.Conv2d(32, 16, 1)) for _ in range(4)
-        )
+        narrow, wide = partial(self.convolution, 32, 16, 1), partial(self.convolution, 16, 32, 1)
+        self.layers = nn.ModuleList(nn.Sequential(wide(), nn.ReLU(), narrow()) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
@@ -39,16 +41,23 @@ class Points(nn.Module):
         return x.square().mean()
 
 
+class Transposed(Points):
+    """The same with what spreads a point."""
+
+    convolution = nn.ConvTranspose2d
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_batch_of_sixteen_is_measured_before_it_is_planned() -> None:
+@pytest.mark.parametrize("model", [Points, Transposed])
+def test_a_batch_of_sixteen_is_measured_before_it_is_planned(model: type[Points]) -> None:
     """On one thread it takes oneDNN's kernels, which take copies of what they are given."""
     rows = (15, 4, 10, 13, 8, 15, 16, 16, 12)
     batches = [{"x": torch.randn(n, 16, 12, 12, generator=torch.Generator().manual_seed(n))} for n in rows]
-    plain = train(Points, batches, loss_fn=lambda model, batch: model(batch["x"]))
+    plain = train(model, batches, loss_fn=lambda model, batch: model(batch["x"]))
     more = plain.peaks[6] - plain.peaks[5]
     assert more > 1.5 * (plain.peaks[3] - plain.peaks[2]) / 3  # or there is nothing to see
     budget = plain.budget(0.7)
-    ours = train(Points, batches, budget, lambda model, batch: model(batch["x"]))
+    ours = train(model, batches, budget, lambda model, batch: model(batch["x"]))
     assert equal(plain, ours)
     assert max(ours.peaks) <= budget
     records = ours.mimose.records
@@ -62,6 +71,9 @@ def test_which_sizes_these_are() -> None:
     point, wide = nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3)
     assert kernels_turn_at(nn.Sequential(point, wide), CPU) == {"batch": (2, 16)}
     assert kernels_turn_at(wide, CPU) == {"batch": (2,)}
+    assert kernels_turn_at(nn.ConvTranspose1d(4, 4, 1), CPU) == {"batch": (2, 16)}
+    assert kernels_turn_at(nn.Conv3d(4, 4, (3, 1, 1)), CPU) == {"batch": (2, 16)}
+    assert kernels_turn_at(nn.Conv3d(4, 4, (1, 1, 3)), CPU) == {"batch": (2,)}
     assert kernels_turn_at(nn.Conv2d(4, 4, 1, stride=2), CPU) == {"batch": (2,)}
     assert kernels_turn_at(nn.Linear(4, 4), CPU) == {}
     assert kernels_turn_at(point, torch.device("meta")) == {}

@@ -51,9 +51,9 @@ def law(seed: int = 0, degree: int = 2, batchless: bool = False) -> Law:
     return values
 
 
-def learnt(sizes: list[Size], values: Law) -> Estimator:
+def learnt(sizes: list[Size], values: Law, estimator: Estimator | None = None) -> Estimator:
     """An estimator that saw these sizes."""
-    estimator = Estimator()
+    estimator = Estimator() if estimator is None else estimator
     for size in sizes:
         estimator.add(size, structure(), values(size))
     return estimator
@@ -348,10 +348,10 @@ def test_lengths_that_are_nearly_the_same_say_little_of_others(nearly: tuple[int
 @pytest.mark.parametrize(("batches", "asked"), [((4, 8, 15, 12, 6), 16), ((16, 24, 32), 15)])
 def test_beyond_where_kernels_change_nothing_is_trusted(batches: tuple[int, ...], asked: int) -> None:
     """Until a size of the other side was measured, however well the others are described."""
-    estimator = learnt([{"batch": batch, "ids:1": 8} for batch in batches], law())
+    measured = [{"batch": batch, "ids:1": 8} for batch in batches]
     size = {"batch": asked, "ids:1": 8}
-    assert estimator.predict(size).trusted  # type: ignore[union-attr]
-    estimator.turns = {"batch": (2, 16)}
+    assert learnt(measured, law()).predict(size).trusted  # type: ignore[union-attr]
+    estimator = learnt(measured, law(), Estimator(turns={"batch": (2, 16)}))
     assert estimator.predict(size).trusted is False  # type: ignore[union-attr]
     assert estimator.predict({**size, "batch": sorted(batches)[1]}).trusted  # type: ignore[union-attr]
     estimator.add(size, structure(), law()(size))
