@@ -68,8 +68,8 @@ class Forecast:
         self.actions = check_actions(None) if actions is None else tuple(actions)
         self.fingerprint = fingerprint
         self.tracker = SizeTracker(size_fn)
-        self.turns = turns
-        self.estimator = Estimator(turns=turns)
+        self.turns = dict(turns)
+        self.estimator = Estimator(turns=self.turns)
         self.shelter: dict[str, str] = {}
         self.left_out: set[str] = set()
         self.link: Link | None = None

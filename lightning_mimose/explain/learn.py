@@ -156,7 +156,7 @@ class _Student:
             values = {
                 name: sorted({size[name] for size in asked})
                 if name in held
-                else scaled(name, [size[name] for size in asked])
+                else scaled(name, [size[name] for size in asked], self._engine.advisor.turns.get(name, ()))
                 for name in names
             }
             first = {name: values[name][len(values[name]) // 2] for name in names}
@@ -219,23 +219,32 @@ class _Student:
             raise MimoseError(f"{what} failed ({say(error)}).") from error
 
 
-def scaled(name: str, values: Sequence[int]) -> list[int]:
+def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[int]:
     """Smaller values of a dimension to learn at: up to half of the largest (of a small batch, up to three).
 
     Divisibility by powers of two up to 32 is kept where there is room: images go through halvings.
 
+    Args:
+        name: The dimension.
+        values: Those that were asked for.
+        turns: From which values on kernels are others: none is taken below the last that the largest is not.
+
     Example:
         >>> scaled("input_ids:1", [512]), scaled("batch", [8])
         ([96, 128, 160, 192, 224, 256], [2, 3, 4])
-        >>> scaled("pixel_values:2", [224]), scaled("batch", [1])
-        ([48, 64, 80, 96, 112], [1])
+        >>> scaled("pixel_values:2", [224]), scaled("batch", [1]), scaled("batch", [32], turns=[2, 16])
+        ([48, 64, 80, 96, 112], [1], [16, 20, 24])
     """
     largest = max(values)
     if name == "batch":
         if largest <= 2:
             return sorted({1, largest})
         # Kernels treat a batch of one in their own way, so it teaches little about others.
-        return sorted({max(2, ceil(largest / 4)), max(3, ceil(largest * 3 / 8)), max(2, ceil(largest / 2))})
+        smaller = {max(2, ceil(largest / 4)), max(3, ceil(largest * 3 / 8)), max(2, ceil(largest / 2))}
+        least = max((turn for turn in turns if turn <= largest), default=0)
+        if min(smaller) < least:
+            smaller = {least + ceil((largest - least) * quarter / 4) for quarter in range(3)}
+        return sorted(smaller)
     step = 1
     while step < 32 and largest % (2 * step) == 0 and 16 * step <= largest:
         step *= 2

@@ -8,7 +8,8 @@ and prices are guesses, which are judged on the timeline at hand.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from threading import Lock
@@ -45,15 +46,15 @@ class _Start:
     """What was found for one problem.
 
     Attributes:
-        units: The timeline's units.
+        forest: The timeline's units, and their parents.
         choices: (unit, action) of those that act.
-        active: What the positions are called that mattered.
+        active: What the positions are called that mattered, see `_named`.
         prices: Shape (active,); seconds per byte there.
     """
 
-    units: tuple[str, ...]
+    forest: tuple[tuple[str, ...], tuple[int, ...]]
     choices: tuple[tuple[str, str], ...]
-    active: tuple[str, ...]
+    active: tuple[tuple[str, int], ...]
     prices: Floats
 
     def pick(self, timeline: Timeline) -> Ints:
@@ -67,9 +68,9 @@ class _Start:
 
     def placed(self, timeline: Timeline) -> tuple[list[int], Floats]:
         """The positions that mattered, those of another timeline that are called the same, and the prices there."""
-        place_of = {label: place for place, label in enumerate(timeline.labels)}
+        place_of = {name: place for place, name in enumerate(_named(timeline.labels))}
         priced = zip(self.active, self.prices.tolist(), strict=True)
-        found = {place_of[label]: price for label, price in priced if label in place_of}
+        found = {place_of[name]: price for name, price in priced if name in place_of}
         return list(found), np.array(list(found.values()), dtype=np.float64)
 
 
@@ -127,10 +128,11 @@ class Starts:
     def pick(self, timeline: Timeline, budget_bytes: int) -> Started | None:
         """A pick that fits; None where none is to be had at once."""
         here = _needed(timeline), budget_bytes
+        forest = timeline.units, timeline.parents
         with self._lock:
-            known = list(self._known.items())
+            known = [each for each in self._known.items() if each[1].forest == forest]
         nearest = nsmallest(NEAREST, known, key=lambda each: abs(each[0][0] - here[0]) + abs(each[0][1] - here[1]))
-        starts = [start for _, start in nearest if start.units == timeline.units]
+        starts = [start for _, start in nearest]
         if not starts:
             return None
         search = Search(timeline, Structure.of(timeline), budget_bytes)
@@ -147,7 +149,7 @@ class Starts:
         if best is None:
             return None
         search.take(best)
-        search.until = until + FITTED_SECONDS
+        search.until = perf_counter() + FITTED_SECONDS
         search.improve(prices, rounds=ROUNDS)
         bound, _ = proven(search, prices)
         started = Started(search.pick, search.seconds, bound)
@@ -165,8 +167,9 @@ class Starts:
         timeline, options = search.timeline, search.pick[search.pick >= 0].tolist()
         choices = [(timeline.units[timeline.options[i].unit], timeline.options[i].action) for i in options]
         padded = np.append(prices, np.zeros(len(search.active) - len(prices)))
-        active = tuple(timeline.labels[place] for place in search.active)
-        start = _Start(timeline.units, tuple(choices), active, padded)
+        names = _named(timeline.labels)
+        active = tuple(names[place] for place in search.active)
+        start = _Start((timeline.units, timeline.parents), tuple(choices), active, padded)
         with self._lock:
             self._known[_needed(timeline), search.budget] = start
             self._known.move_to_end((_needed(timeline), search.budget))
@@ -179,6 +182,16 @@ class Starts:
         with self._lock:
             if here in self._known:
                 self._known[here] = replace(self._known[here], choices=plan.choices)
+
+
+def _named(labels: Sequence[str]) -> list[tuple[str, int]]:
+    """Every label, and the how many-th of its kind it is: steps with several passes, or paths, repeat them."""
+    counts = defaultdict[str, int](int)
+    names = []
+    for label in labels:
+        names.append((label, counts[label]))
+        counts[label] += 1
+    return names
 
 
 def _needed(timeline: Timeline) -> int:

@@ -30,7 +30,7 @@ class Forest(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _forest(parents: tuple[int, ...]) -> Forest:
+def _forest_of(parents: tuple[int, ...]) -> Forest:
     above = np.array(parents, dtype=np.intp)
     levels = _levels(above)
     return Forest(levels, tuple((level, above[level]) for level in levels[1:]), _spans(above, levels))
@@ -90,7 +90,7 @@ class Structure:
 
     @cached_property
     def _forest(self) -> Forest:
-        return _forest(tuple(self.parents.tolist()))
+        return _forest_of(tuple(self.parents.tolist()))
 
     @property
     def levels(self) -> tuple[Ints, ...]:

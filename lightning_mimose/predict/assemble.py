@@ -167,7 +167,7 @@ class _Assembly(Rows):
             index = layout.index[unit]
             rebuilding = work[shapes[0]] if one else sum(work[i] for i in shapes)
             looking = self.rates.look_seconds * self.tensors_of[index]
-            handed = layout.handed.get(unit)
+            handed = layout.handed.get(unit) if handed_on else None
             if handed is not None and handed.shape.grade <= GRADES.index(action) + 1 <= handed_on.get(unit, 0):
                 rebuilding += float(self.values[handed.shape.work])
                 hands.append((len(self.options), handed))

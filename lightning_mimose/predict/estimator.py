@@ -81,7 +81,7 @@ class Estimator:
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
-        self._patience, self._turns = patience, turns
+        self._patience, self._turns = patience, dict(turns)
         self._enough = 0
         self._measured_since: set[Key] = set()
         self.observed = Observed()

@@ -14,8 +14,9 @@ from torch import nn
 
 from lightning_mimose import Mimose, MimoseError
 from lightning_mimose.command import main
+from lightning_mimose.explain.learn import learn
 from lightning_mimose.explain.samples import batch_maker, build, load, stretch
-from tests.helpers.models import TinyText, text_batch
+from tests.helpers.models import Points, TinyText, text_batch
 from tests.helpers.projects import write_project
 
 PROJECT = '''
@@ -165,6 +166,14 @@ def test_a_dimension_that_cannot_be_scaled_keeps_its_size(project: str, capsys: 
     assert {size["side"] for size in document["learnt_sizes"]} == {24}
     assert max(size["batch"] for size in document["learnt_sizes"]) <= 8
     assert document["sizes"][0]["trusted"]
+
+
+@pytest.mark.parametrize("batch", [8, 16, 17, 24, 33])
+def test_a_batch_of_other_kernels_is_learnt_from_such(batch: int) -> None:
+    """On one thread, convolutions by a point are others from sixteen rows on."""
+    known = learn(Points(), lambda size: {"x": torch.randn(size["batch"], 16, 12, 12)}, [{"batch": batch}])
+    assert known.advisor.timeline(known.batches[0])[1].trusted
+    assert all((size["batch"] < 16) == (batch < 16) for size in known.sizes)
 
 
 def test_a_model_of_transformers_needs_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

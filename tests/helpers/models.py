@@ -1,12 +1,13 @@
 """Tiny models, each with a trait that breaks naive recomputation, and batches of any size for them.
 
-Every model takes its batch as keyword arguments and returns an object with a `.loss`, as those of `transformers` do;
-`Task` puts one under Lightning.
+Every model takes its batch as keyword arguments and returns its loss, or an object with a `.loss`, as those of
+`transformers` do; `Task` puts one under Lightning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,3 +222,20 @@ def fit(model: nn.Module, batches: Sequence[Batch], *callbacks: pl.Callback, **o
     trainer = quiet_trainer(*callbacks, **options)
     trainer.fit(Task(model), loader(batches))
     return trainer
+
+
+class Points(nn.Module):
+    """Convolutions whose filters are one point wide, which make something wide of something narrow."""
+
+    convolution: type[nn.Conv2d] | type[nn.ConvTranspose2d] = nn.Conv2d
+
+    def __init__(self) -> None:
+        super().__init__()
+        narrow, wide = partial(self.convolution, 32, 16, 1), partial(self.convolution, 16, 32, 1)
+        self.layers = nn.ModuleList(nn.Sequential(wide(), nn.ReLU(), narrow()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()

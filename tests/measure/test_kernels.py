@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from lightning_mimose.measure.kernels import kernels_turn_at
 from tests.helpers.architectures import equal, train
+from tests.helpers.models import Points
 
 CPU = torch.device("cpu")
 
@@ -22,23 +22,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Points(nn.Module):
-    """Convolutions whose filters are one point wide, which make something wide of something narrow."""
-
-    convolution: type[nn.Conv2d] | type[nn.ConvTranspose2d] = nn.Conv2d
-
-    def __init__(self) -> None:
-        super().__init__()
-        narrow, wide = partial(self.convolution, 32, 16, 1), partial(self.convolution, 16, 32, 1)
-        self.layers = nn.ModuleList(nn.Sequential(wide(), nn.ReLU(), narrow()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
 
 
 class Transposed(Points):
@@ -71,10 +54,13 @@ def test_which_sizes_these_are() -> None:
     point, wide = nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3)
     assert kernels_turn_at(nn.Sequential(point, wide), CPU) == {"batch": (2, 16)}
     assert kernels_turn_at(wide, CPU) == {"batch": (2,)}
-    assert kernels_turn_at(nn.ConvTranspose1d(4, 4, 1), CPU) == {"batch": (2, 16)}
-    assert kernels_turn_at(nn.Conv3d(4, 4, (3, 1, 1)), CPU) == {"batch": (2, 16)}
+    assert kernels_turn_at(nn.ConvTranspose1d(4, 4, 1), CPU) == {"batch": (16,)}
+    assert kernels_turn_at(nn.Conv3d(4, 4, (3, 1, 1)), CPU) == {"batch": (16,)}
     assert kernels_turn_at(nn.Conv3d(4, 4, (1, 1, 3)), CPU) == {"batch": (2,)}
     assert kernels_turn_at(nn.Conv2d(4, 4, 1, stride=2), CPU) == {"batch": (2,)}
+    assert kernels_turn_at(nn.Conv2d(4, 4, 1, groups=2), CPU) == {"batch": (16,)}
+    assert kernels_turn_at(nn.Conv2d(4, 4, 3, groups=2), CPU) == {}
+    assert kernels_turn_at(nn.ConvTranspose2d(4, 4, 4), CPU) == {}
     assert kernels_turn_at(nn.Linear(4, 4), CPU) == {}
     assert kernels_turn_at(point, torch.device("meta")) == {}
     torch.set_num_threads(2)

@@ -37,7 +37,8 @@ def test_whatever_is_known_a_plan_fits_and_is_near_enough(
     """Of another model even; it misses no more than the bound allows."""
     starts = Starts()
     for timeline, budget in (first, second, first, second):
-        timeline = replace(timeline, labels=tuple(str(i) for i in range(len(timeline.base_bytes))))
+        names, labels = range(len(timeline.units)), range(len(timeline.base_bytes))
+        timeline = replace(timeline, units=tuple(map(str, names)), labels=tuple(map(str, labels)))
         if int(timeline.base_bytes.max(initial=0)) <= budget:
             continue
         started = starts.pick(timeline, budget)
@@ -72,6 +73,7 @@ def test_any_prices_prove_a_bound(problem: tuple[Timeline, int], prices: list[fl
 def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And hardly worse than by one."""
     timeline, starts = realistic(kind), Starts()
+    monkeypatch.setattr("lightning_mimose.plan.starts.FITTED_SECONDS", np.inf)
     budget = share_of(timeline, 0.6)
     plan_heuristic(timeline, budget, (), starts)
     others = [scaled(timeline, factor) for factor in (1.03, 0.96, 1.06)]
@@ -87,9 +89,9 @@ def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_neighbour_with_other_positions_is_started_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a smaller batch fewer units are worth recomputing, and each of their recomputations is a position."""
+    """Where recomputing a unit is no option, it is no position either; several of them have no name of their own."""
     timeline, starts = realistic(kind), Starts()
-    timeline = replace(timeline, labels=tuple(f"{label} {i}" for i, label in enumerate(timeline.labels)))
+    monkeypatch.setattr("lightning_mimose.plan.starts.FITTED_SECONDS", np.inf)
     budget = share_of(timeline, 0.6)
     plan_heuristic(timeline, budget, (), starts)
     binding = int(np.argmax(timeline.base_bytes))
@@ -108,6 +110,39 @@ def test_a_neighbour_with_other_positions_is_started_from(kind: str, monkeypatch
     assert found is not None
     assert searched is not None
     assert found.added_seconds <= 1.05 * searched.added_seconds
+
+
+def test_units_that_lie_otherwise_are_no_neighbours() -> None:
+    """One that is called inside of another one now must not act together with it."""
+    timeline, starts = realistic("nested"), Starts()
+    budget = share_of(timeline, 0.6)
+    apart = replace(timeline, parents=(-1,) * len(timeline.parents))
+    plan_heuristic(apart, budget, (), starts)
+    assert len(starts) == 1
+    assert starts.pick(timeline, budget) is None
+    check(timeline, plan_heuristic(timeline, budget, (), starts), budget)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_positions_are_told_apart_that_are_called_the_same(times: int) -> None:
+    """Of a second path through the model, or a second pass."""
+    timeline = realistic("stages")
+    budget = share_of(timeline, 0.6)
+    doubled = replace(
+        timeline,
+        base_bytes=np.tile(timeline.base_bytes, times),
+        relief_bytes=np.tile(timeline.relief_bytes, (1, times)),
+        labels=timeline.labels * times,
+    )
+    doubled.base_bytes[len(timeline.labels) :] //= 4  # of which the second binds nowhere
+    starts = Starts()
+    found = solve(doubled, budget)
+    assert found.pick is not None
+    found.search.take(found.pick)
+    starts.learn(found.search, found.prices)
+    started = starts.pick(doubled, budget)
+    assert started is not None
+    assert started.bound >= 0.98 * found.bound()[0]
 
 
 def test_a_better_plan_of_a_neighbour_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
