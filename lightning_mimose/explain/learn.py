@@ -222,12 +222,13 @@ class _Student:
 def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[int]:
     """Smaller values of a dimension to learn at: up to half of the largest (of a small batch, up to three).
 
-    Divisibility by powers of two up to 32 is kept where there is room: images go through halvings.
+    Divisibility by powers of two up to 32 is kept where there is room: images go through halvings. Where smaller
+    batches take other kernels they teach nothing: then it is up to three quarters of the batch, or the batch itself.
 
     Args:
         name: The dimension.
         values: Those that were asked for.
-        turns: From which values on kernels are others: none is taken below the last that the largest is not.
+        turns: From which values on kernels are others.
 
     Example:
         >>> scaled("input_ids:1", [512]), scaled("batch", [8])
@@ -237,18 +238,23 @@ def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[
     """
     largest = max(values)
     if name == "batch":
-        if largest <= 2:
-            return sorted({1, largest})
-        # Kernels treat a batch of one in their own way, so it teaches little about others.
-        smaller = {max(2, ceil(largest / 4)), max(3, ceil(largest * 3 / 8)), max(2, ceil(largest / 2))}
-        least = max((turn for turn in turns if turn <= largest), default=0)
-        if min(smaller) < least:
-            smaller = {least + ceil((largest - least) * quarter / 4) for quarter in range(3)}
-        return sorted(smaller)
+        sides = {max((turn for turn in turns if turn <= value), default=0): value for value in sorted(values)}
+        return sorted(set[int]().union(*(_smaller_batches(side, value) for side, value in sides.items())))
     step = 1
     while step < 32 and largest % (2 * step) == 0 and 16 * step <= largest:
         step *= 2
     return sorted({min(largest, step * ceil(largest * share / step)) for share in _FRACTIONS})
+
+
+def _smaller_batches(least: int, largest: int) -> set[int]:
+    """Batches to learn at for one, of those that take the same kernels: from `least` on."""
+    if largest <= 2:
+        return {max(1, least), largest}
+    # Kernels treat a batch of one in their own way, so it teaches little about others.
+    smaller = {max(2, ceil(largest / 4)), max(3, ceil(largest * 3 / 8)), max(2, ceil(largest / 2))}
+    if min(smaller) >= least:
+        return smaller
+    return {least + ceil((largest - least) * quarter / 4) for quarter in range(3)}
 
 
 @contextmanager

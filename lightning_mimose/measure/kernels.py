@@ -25,7 +25,8 @@ def kernels_turn_at(model: nn.Module, device: torch.device) -> dict[str, tuple[i
         device: Where it runs.
 
     Limitations:
-        Only convolutions that are modules are known, and as many threads as there are now.
+        Only convolutions that are modules are known, as many threads as there are now, and rows of the batch: frames
+        that a model folds into them are not.
 
     Example:
         >>> cpu = torch.device("cpu")

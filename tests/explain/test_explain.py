@@ -171,7 +171,12 @@ def test_a_dimension_that_cannot_be_scaled_keeps_its_size(project: str, capsys: 
 @pytest.mark.parametrize("batch", [8, 16, 17, 24, 33])
 def test_a_batch_of_other_kernels_is_learnt_from_such(batch: int) -> None:
     """On one thread, convolutions by a point are others from sixteen rows on."""
-    known = learn(Points(), lambda size: {"x": torch.randn(size["batch"], 16, 12, 12)}, [{"batch": batch}])
+    known = learn(
+        Points(),
+        lambda size: {"x": torch.randn(size["batch"], 16, 12, 12)},
+        [{"batch": batch}],
+        device=torch.device("cpu"),
+    )
     assert known.advisor.timeline(known.batches[0])[1].trusted
     assert all((size["batch"] < 16) == (batch < 16) for size in known.sizes)
 

@@ -89,7 +89,7 @@ def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_neighbour_with_other_positions_is_started_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where recomputing a unit is no option, it is no position either; several of them have no name of their own."""
+    """Where recomputing a unit is no option, it is no position either."""
     timeline, starts = realistic(kind), Starts()
     monkeypatch.setattr("lightning_mimose.plan.starts.FITTED_SECONDS", np.inf)
     budget = share_of(timeline, 0.6)
