@@ -8,8 +8,7 @@ and prices are guesses, which are judged on the timeline at hand.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from threading import Lock
@@ -48,7 +47,7 @@ class _Start:
     Attributes:
         forest: The timeline's units, and their parents.
         choices: (unit, action) of those that act.
-        active: What the positions are called that mattered, see `_named`.
+        active: The positions that mattered, see `Timeline.names`.
         prices: Shape (active,); seconds per byte there.
     """
 
@@ -68,7 +67,7 @@ class _Start:
 
     def placed(self, timeline: Timeline) -> tuple[list[int], Floats]:
         """The positions that mattered, those of another timeline that are called the same, and the prices there."""
-        place_of = {name: place for place, name in enumerate(_named(timeline.labels))}
+        place_of = {name: place for place, name in enumerate(timeline.names)}
         priced = zip(self.active, self.prices.tolist(), strict=True)
         found = {place_of[name]: price for name, price in priced if name in place_of}
         return list(found), np.array(list(found.values()), dtype=np.float64)
@@ -167,8 +166,7 @@ class Starts:
         timeline, options = search.timeline, search.pick[search.pick >= 0].tolist()
         choices = [(timeline.units[timeline.options[i].unit], timeline.options[i].action) for i in options]
         padded = np.append(prices, np.zeros(len(search.active) - len(prices)))
-        names = _named(timeline.labels)
-        active = tuple(names[place] for place in search.active)
+        active = tuple(timeline.names[place] for place in search.active)
         start = _Start((timeline.units, timeline.parents), tuple(choices), active, padded)
         with self._lock:
             self._known[_needed(timeline), search.budget] = start
@@ -182,16 +180,6 @@ class Starts:
         with self._lock:
             if here in self._known:
                 self._known[here] = replace(self._known[here], choices=plan.choices)
-
-
-def _named(labels: Sequence[str]) -> list[tuple[str, int]]:
-    """Every label, and the how many-th of its kind it is: steps with several passes, or paths, repeat them."""
-    counts = defaultdict[str, int](int)
-    names = []
-    for label in labels:
-        names.append((label, counts[label]))
-        counts[label] += 1
-    return names
 
 
 def _needed(timeline: Timeline) -> int:

@@ -8,6 +8,7 @@ much each possible choice (*option*) lowers it there. Predicting the peak of a p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -100,6 +101,16 @@ class Timeline:
     def option_index(self) -> dict[tuple[str, str], int]:
         """(unit name, action) -> index into `options`."""
         return {(self.units[option.unit], option.action): i for i, option in enumerate(self.options)}
+
+    @cached_property
+    def names(self) -> list[tuple[str, int]]:
+        """Every label, and the how many-th of its kind it is: steps with several passes, or paths, repeat them."""
+        counts = defaultdict[str, int](int)
+        names = []
+        for label in self.labels:
+            names.append((label, counts[label]))
+            counts[label] += 1
+        return names
 
     def only(self, allowed: Callable[[str, str], bool]) -> Timeline:
         """This timeline with no other options than those allowed.

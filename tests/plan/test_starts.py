@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -69,14 +70,36 @@ def test_any_prices_prove_a_bound(problem: tuple[Timeline, int], prices: list[fl
         assert bound <= best + 1e-9
 
 
+def without_some_positions(timeline: Timeline) -> Timeline:
+    """The same but for some positions, not the highest: where recomputing a unit is no option, it is none either."""
+    binding = int(np.argmax(timeline.base_bytes))
+    kept = np.array([i for i in range(len(timeline.base_bytes)) if i == binding or i % 7])
+    return replace(
+        timeline,
+        base_bytes=timeline.base_bytes[kept],
+        relief_bytes=timeline.relief_bytes[:, kept],
+        shared=tuple(replace(hold, mask=hold.mask[:, kept]) for hold in timeline.shared),
+        labels=tuple(timeline.labels[i] for i in kept.tolist()),
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "neighbours",
+    [
+        pytest.param(lambda timeline: [scaled(timeline, factor) for factor in (1.03, 0.96, 1.06)], id="sizes"),
+        pytest.param(lambda timeline: [without_some_positions(timeline)], id="other-positions"),
+    ],
+)
+def test_a_neighbour_is_planned_without_a_search(
+    kind: str, neighbours: Callable[[Timeline], list[Timeline]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And hardly worse than by one."""
     timeline, starts = realistic(kind), Starts()
     monkeypatch.setattr("lightning_mimose.plan.starts.FITTED_SECONDS", np.inf)
     budget = share_of(timeline, 0.6)
     plan_heuristic(timeline, budget, (), starts)
-    others = [scaled(timeline, factor) for factor in (1.03, 0.96, 1.06)]
+    others = neighbours(timeline)
     searched = [plan_heuristic(each, budget) for each in others]
     monkeypatch.setattr("lightning_mimose.plan.heuristic.solve", lambda *_: pytest.fail("it was searched for"))
     for each, plan in zip(others, searched, strict=True):
@@ -85,31 +108,6 @@ def test_a_neighbouring_size_is_planned_without_a_search(kind: str, monkeypatch:
         assert found is not None
         assert plan is not None
         assert found.added_seconds <= 1.05 * plan.added_seconds
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_neighbour_with_other_positions_is_started_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where recomputing a unit is no option, it is no position either."""
-    timeline, starts = realistic(kind), Starts()
-    monkeypatch.setattr("lightning_mimose.plan.starts.FITTED_SECONDS", np.inf)
-    budget = share_of(timeline, 0.6)
-    plan_heuristic(timeline, budget, (), starts)
-    binding = int(np.argmax(timeline.base_bytes))
-    kept = np.array([i for i in range(len(timeline.base_bytes)) if i == binding or i % 7])
-    fewer = replace(
-        timeline,
-        base_bytes=timeline.base_bytes[kept],
-        relief_bytes=timeline.relief_bytes[:, kept],
-        shared=tuple(replace(hold, mask=hold.mask[:, kept]) for hold in timeline.shared),
-        labels=tuple(timeline.labels[i] for i in kept.tolist()),
-    )
-    searched = plan_heuristic(fewer, budget)
-    monkeypatch.setattr("lightning_mimose.plan.heuristic.solve", lambda *_: pytest.fail("it was searched for"))
-    found = plan_heuristic(fewer, budget, (), starts)
-    check(fewer, found, budget)
-    assert found is not None
-    assert searched is not None
-    assert found.added_seconds <= 1.05 * searched.added_seconds
 
 
 def test_units_that_lie_otherwise_are_no_neighbours() -> None:
