@@ -269,6 +269,19 @@ class StepRecorder:
         if now and not self.replays.in_backward and all(call.action != RECOMPUTE for call in self._stack):
             self._curve.cut("", LET_GO, number)
 
+    def _goes(self, call: Call, number: int) -> None:
+        """Nobody holds a result of a region any more. Where it would have saved it, that opens an interval.
+
+        Kept, it is there all the same; recomputed, what comes after that is another stretch. But not within a region,
+        which tells nothing of a forward that keeps everything, nor for what is in a cycle, which goes whenever Python
+        looks for those: then the interval that is open is cut.
+        """
+        inside = self.replays.running or any(each.action == RECOMPUTE for each in self._stack)
+        if inside or self._cycles.searching or number not in call.packed:
+            self._curve.cut(call.key, IS_GONE, number)
+        else:
+            self._curve.ends(call.key, number)
+
     def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
         number, recorder = self._storages.number(storage), weakref.ref(self)
 
@@ -276,9 +289,9 @@ class StepRecorder:
             live = recorder()
             waiting = live is not None and not live.replays.in_backward and not live._curve.over
             if live is not None and waiting and number not in call.gone:  # once for all views of it
-                call.gone[number] = live._curve.latest
                 if call.action == RECOMPUTE:
-                    live._curve.cut(call.key, IS_GONE, number)
+                    live._goes(call, number)
+                call.gone[number] = live._curve.latest
 
         self._outputs.append((call, number, weakref.ref(storage, goes)))
         return number

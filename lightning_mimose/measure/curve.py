@@ -13,6 +13,7 @@ from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meter import Meter, make_meter
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, without_asking
+from lightning_mimose.predict.shapes import END_OF, result_at
 
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
@@ -59,6 +60,8 @@ class Curve:
         self._marks: list[Mark] = []
         self._owners: list[int | None] = []
         self._events: dict[int, tuple[str, str, int]] = {}
+        self._results: dict[int, int] = {}
+        """Interval -> the storage that goes when it begins."""
         self._thread = 0
         self._missed = False
         self.over = False
@@ -102,6 +105,18 @@ class Curve:
         self._events[len(self._owners) - 1] = (key, what, item)
         if what in (IS_GONE, LET_GO):
             self._meter.expect_free()
+
+    def ends(self, key: str, number: int) -> None:
+        """Open an interval, for a storage that a call has returned goes: several calls may have returned it."""
+        if self.over or self._meter is None or self._owners[-1] is None or self._results.get(self.latest) == number:
+            return
+        if threading.get_ident() != self._thread:
+            self.cut(key, IS_GONE, number)
+            return
+        before = next(mark for mark in reversed(self._marks) if mark.name != END_OF)
+        self.mark(result_at(f"{before.name} {before.owner}"), END_OF)
+        self._results[self.latest] = number
+        self._meter.expect_free()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -150,6 +165,10 @@ class Curve:
             # Backward ran in another thread, or a profiler of the user's own began inside the step and took the session
             # over.
             return None
+        for mark in self._results:
+            first = self._owners.index(mark)
+            then = pieces[first + 1].level_bytes if first + 1 < len(pieces) else None
+            pieces[first] = pieces[first].after_the_first_went(then)
         owned: dict[int | None, list[Interval]] = {}
         for owner, piece in zip(self._owners, pieces, strict=True):
             owned.setdefault(owner, []).append(piece)

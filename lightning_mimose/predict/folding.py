@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.columns import Columns, Keys
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
-from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape
+from lightning_mimose.predict.shapes import END_OF, NEVER, CallShape, LeanShape, LooseShape, result_at
 from lightning_mimose.predict.structure import Structure
 
 MOST_DEPTHS = 8
@@ -123,7 +123,9 @@ class _Fold(Columns):
         labels = {
             f"{mark} {call.key}": f"{mark} {names[i]}" for i, call in enumerate(structure.calls) for mark in MARKS
         }
-        labels |= {f"{call.key} dropped step": f"{names[i]} dropped step" for i, call in enumerate(structure.calls)}
+        for i, call in enumerate(structure.calls):
+            labels[f"{call.key} dropped step"] = f"{names[i]} dropped step"
+        labels |= {f"{END_OF} {result_at(old)}": f"{END_OF} {result_at(new)}" for old, new in labels.items()}
         positions = tuple(
             replace(
                 position,

@@ -190,7 +190,10 @@ class Loop:
         enough = TOLERANCE * level.max()
         within = self.are_between(structure.times)
         ends = [time for number in (0, -2, -1) for time in marks_of(calls, self.rounds[number])]
-        at_ends = np.isin(structure.times, ends)
+        # Where something ends that a call has returned, this one's or the next one's mark is the last one before it.
+        marks = structure.layout.marks[0]
+        last = marks[np.searchsorted(marks, structure.times, side="right") - 1]
+        at_ends = np.isin(last, ends)
         outermost = [calls[i] for members in self.rounds for i in _outermost(calls, members)]
         saved = self._saved(outermost, values)
         pairs = [(each, phase) for each in (level, level - saved) for phase in (backward, ~backward)]

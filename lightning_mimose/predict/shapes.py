@@ -11,6 +11,21 @@ from typing import NamedTuple
 
 NEVER = 1 << 60
 """The time of an event that does not happen."""
+END_OF = "end of"
+"""Name of a position from which on something is gone that a call had returned and would have saved, see `result_at`."""
+
+
+def result_at(label: str) -> str:
+    """Whose that position is.
+
+    Args:
+        label: Of the last position before it that is of a call or of the step itself.
+
+    Example:
+        >>> f"{END_OF} {result_at('out block#1')}"
+        'end of a result after out block#1'
+    """
+    return f"a result after {label}"
 
 
 class Resident(NamedTuple):
