@@ -50,6 +50,36 @@ class Writing(nn.Module):
         return loss
 
 
+class _Looker(nn.Module):
+    """Looks at a memory, and returns by how much at each part of it: attention saves these shares as well."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, state: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        share = (self.query(state) @ memory.transpose(1, 2)).softmax(-1)
+        return state + self.out(share @ memory).tanh(), share
+
+
+class Looking(nn.Module):
+    """Holds what each round returned besides its result until the next one's is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.looker = _Looker(32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = self.embed(source)
+        state = memory
+        for _ in target.unbind(1)[1:]:
+            found = self.looker(state, memory)
+            state = found[0]
+        return functional.cross_entropy(self.head(state).flatten(0, 1), source.flatten())
+
+
 class Within(nn.Module):
     """The same inside another unit."""
 
@@ -226,13 +256,13 @@ class Around(Nested):
 
 NESTED = (Nested, Around)
 DROPPING = (Truncated, Alternating)
-MODELS = (Writing, Within, Chunked, Remembering)
+MODELS = (Writing, Within, Looking, Chunked, Remembering)
 
 
 def text_of(model: type[nn.Module], rounds: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """A batch of which some model calls its blocks so many times."""
     generator = torch.Generator().manual_seed(seed)
-    if model in (Writing, Within):
+    if model in (Writing, Within, Looking):
         source = torch.randint(0, 64, (4, 16 + seed % 7), generator=generator)
         return {"source": source, "target": torch.randint(0, 64, (4, rounds + 1), generator=generator)}
     return {

@@ -386,6 +386,16 @@ def test_what_is_let_go_of_before_the_most_is_taken(block: Callable[[], Block], 
     check(block, {} if action is None else {"layers.0": action}, make=partial(Decoder, made=made))
 
 
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("action", ["lean+products", "recompute", "recompute+lean"])
+def test_results_that_are_let_go_of_before_the_most_is_taken(layers: tuple[int, ...], action: str) -> None:
+    """What blocks save and have returned is there until the loop around them lets go of it, and not to the step's most.
+
+    Of the last two blocks in one stretch between two units, one after the other.
+    """
+    check(MaskingAndReturning, {f"layers.{index}": action for index in layers}, make=Decoder)
+
+
 @pytest.mark.parametrize("action", [None, "recompute"])
 def test_what_a_module_holds_is_there_in_the_update(action: str | None) -> None:
     """It is no gradient, nor state, and yet none of the activations that are gone by then."""

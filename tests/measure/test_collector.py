@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -21,11 +22,13 @@ from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.unseen import peaks_kept
+from lightning_mimose.predict.shapes import END_OF
 from lightning_mimose.units import find_units
 from tests.helpers.counting import flops
 from tests.helpers.hub import HUB
 from tests.helpers.models import Block, TinyDict, TinyNested, TinyText, text_batch
 from tests.helpers.recording import model_loss, patched, recorded, shelter_of
+from tests.helpers.rounds import Looking, Writing, loss_of, text_of
 
 
 def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
@@ -410,3 +413,29 @@ def test_saved_tensors_are_counted(rows: int) -> None:
     assert calls["1"].tensors == sum(seen) > rows
     seen_as = observe(trace, 0)
     assert seen_as.structure.tensors(seen_as.values) == calls["0"].tensors + calls["1"].tensors
+
+
+class _Cyclic(Looking):
+    """Puts what a round returned besides its result into a cycle, where only Python's collector finds it."""
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = state = self.embed(source)
+        for _ in target.unbind(1)[1:]:
+            state, *cycle = self.looker(state, memory)
+            cycle.append(cycle)
+            del cycle
+            gc.collect()
+        return self.head(state).square().mean()
+
+
+@pytest.mark.parametrize(("model", "opened"), [(Looking, 3), (Writing, 0), (_Cyclic, 0)])
+def test_a_saved_result_that_goes_between_units_opens_an_interval(model: type[nn.Module], opened: int) -> None:
+    """One that was not saved tells nothing of a recomputation, and what is in a cycle goes at any time."""
+    trace = recorded(model(), text_of(Looking, 3), ["writer" if model is Writing else "looker"], loss_of)
+    ends = [index for index, mark in enumerate(trace.marks) if mark.name == END_OF]
+    assert len(ends) == opened
+    gone = sorted(interval for call in trace.calls for interval in call.gone.values())
+    assert set(ends) <= set(gone)
+    for index in ends:
+        went = trace.intervals[index - 1].peak_bytes - trace.intervals[index].level_bytes
+        assert went > 4 * 4 * 16 * 15  # the shares of one round, of every token for every other
