@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from lightning_mimose.predict.checking import EXACT_ERROR, USABLE_ERROR
-from lightning_mimose.predict.fit import Fit, Value
+from lightning_mimose.predict.fit import Fit
+from lightning_mimose.predict.fits import Part, is_in, with_value
 from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.paths import Key, names_of
@@ -27,7 +28,7 @@ CONTRADICTED = 5
 def is_contradicted(
     key: Key,
     observed: Observed,
-    fit_of: Callable[[Structure, Value | None, tuple[str, ...]], Fit | None],
+    fit_of: Callable[[Structure, Part | None, tuple[str, ...]], Fit | None],
     resident_bytes: int,
 ) -> bool:
     """Whether a step took less than the others tell, by far more than what those miss; or was the first, and another.
@@ -38,10 +39,10 @@ def is_contradicted(
         fit_of: The fit of all sizes of a shape that have one value of some dimension; None where there is none yet.
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
     """
-    part = next((value for value in key if value[0] == "batch"), None)
+    part = next((with_value(name, value) for name, value in key if name == "batch"), None)
     for structure, known in observed.sizes.items():
         alike = observed.of(structure, names_of(key)) if key in known else {}
-        others = [other for other in alike if other != key and (part is None or part in other)]
+        others = [other for other in alike if other != key and is_in(part, other)]
         if not FEWEST_OTHERS <= len(others) <= MOST_OTHERS:
             continue
         whole = fit_of(structure, part, names_of(key))

@@ -20,8 +20,8 @@ from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
-from lightning_mimose.predict.fit import Fit, Value
-from lightning_mimose.predict.fits import Fits
+from lightning_mimose.predict.fit import Fit
+from lightning_mimose.predict.fits import Fits, Part, with_side, with_value
 from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
@@ -258,14 +258,16 @@ class Estimator:
         best: Prediction | None = None
         usable: Prediction | None = None
         names, scatter = names_of(key), self.observed.scatter.error_on(structure.path)
-        parts: list[Value | None] = [("batch", dims["batch"])] if "batch" in dims else []
-        parts.append(None)
+        parts: list[Part | None] = [with_value("batch", dims["batch"])] if "batch" in dims else []
+        # Where kernels change, sizes on the other side may go by no formula that is right for those on this one.
+        sides = (with_side(name, dims[name], self._turns[name]) for name in self._turns.keys() & dims.keys())
+        parts += [None, *sides]
         for part in parts:
             fit = self._fit(structure, part, names)
             if fit is None:
                 continue
             # Sizes that a fit leaves out for a small side have one of their own.
-            parts.extend(each for name in fit.too_small(dims) if (each := (name, dims[name])) not in parts)
+            parts.extend(each for n in fit.too_small(dims) if (each := with_value(n, dims[n])) not in parts)
             if not fit.covers(dims):
                 continue
             error = max(fit.error_at(dims, self.resident_bytes), scatter)
@@ -301,15 +303,15 @@ class Estimator:
             return varying_dims([dict(key) for key in self.observed.of(structure, names)])[1]
         return () if fit is None else fit.relations
 
-    def _fit(self, structure: Structure, part: Value | None, names: tuple[str, ...]) -> Fit | None:
-        """The fit over all sizes, or over those that have one value of some dimension.
+    def _fit(self, structure: Structure, part: Part | None, names: tuple[str, ...]) -> Fit | None:
+        """The fit over all sizes, or over those that have one value of some dimension, or others with its kernels.
 
         The batch, as a rule: a shorter last one must not disturb the others. Only of sizes with these dimensions: a
         batch without a mask, or of another task, may make the same calls.
         """
         return self.fits.of(structure, part, self.observed.of(structure, names), self.resident_bytes)
 
-    def _timely_fit(self, structure: Structure, part: Value | None, names: tuple[str, ...]) -> Fit | None:
+    def _timely_fit(self, structure: Structure, part: Part | None, names: tuple[str, ...]) -> Fit | None:
         """The same, unless it comes late."""
         fit = self._fit(structure, part, names)
         return None if self.fits.is_late else fit

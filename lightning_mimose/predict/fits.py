@@ -14,6 +14,7 @@ from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.late import Late
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, names_of
+from lightning_mimose.predict.shapes import NEVER
 from lightning_mimose.predict.structure import Structure
 
 MAY_BE_LATE = 6
@@ -21,8 +22,46 @@ MAY_BE_LATE = 6
 HOPELESS_ERROR = 2 * USABLE_ERROR
 """Share of the step's peak: nothing is planned by a fit that misses sizes by more, however many there are."""
 
-Slot: TypeAlias = tuple[Structure, Value | None, tuple[str, ...]]
-"""What a fit is of: the shape of a step, the value that a dimension has in all of its sizes, names of dimensions."""
+Part: TypeAlias = tuple[str, range]
+"""Some of the sizes: a dimension, and which of its values these have."""
+Slot: TypeAlias = tuple[Structure, Part | None, tuple[str, ...]]
+"""What a fit is of: the shape of a step, which of its sizes, names of dimensions."""
+
+
+def with_value(name: str, value: int) -> Part:
+    """The sizes that have one value of a dimension.
+
+    Args:
+        name: The dimension.
+        value: That value.
+    """
+    return name, range(value, value + 1)
+
+
+def with_side(name: str, value: int, turns: Sequence[int]) -> Part:
+    """The sizes of which kernels are those of some value of a dimension.
+
+    Args:
+        name: The dimension.
+        value: That value.
+        turns: From which of its values on kernels are others.
+
+    Example:
+        >>> with_side("batch", 5, (2, 16))
+        ('batch', range(2, 16))
+    """
+    first = max((turn for turn in turns if turn <= value), default=0)
+    return name, range(first, min((turn for turn in turns if turn > value), default=NEVER))
+
+
+def is_in(part: Part | None, key: Key) -> bool:
+    """Whether a size is one of a part, or of all.
+
+    Args:
+        part: The part; None for all of them.
+        key: The size.
+    """
+    return part is None or any(part[0] == name and value in part[1] for name, value in key)
 
 
 class Fits:
@@ -37,7 +76,7 @@ class Fits:
         self._fits: dict[Slot, Fit] = {}
         self._before: dict[Slot, Fit] = {}
         """What stands in for fits that are late: the last ones, of fewer sizes."""
-        self._without: dict[tuple[Value | None, tuple[str, ...]], tuple[Value, ...]] = {}
+        self._without: dict[tuple[Part | None, tuple[str, ...]], tuple[Value, ...]] = {}
         """What fits have left out, before the latest size was measured."""
         self._late = Late[Slot, tuple[Fit, int]]()
         self._stood_in: set[Slot] = set()
@@ -59,17 +98,17 @@ class Fits:
         self._additions += 1
 
     def of(
-        self, structure: Structure, part: Value | None, known: Mapping[Key, Measured], resident_bytes: int
+        self, structure: Structure, part: Part | None, known: Mapping[Key, Measured], resident_bytes: int
     ) -> Fit | None:
-        """The fit over some sizes, or over those of them that have one value of some dimension; None if there is none.
+        """The fit over some sizes, or over a part of them; None if there is none.
 
         Args:
             structure: The shape of their steps.
-            part: That value.
+            part: That part.
             known: What was observed of them, all with the same dimensions.
             resident_bytes: See `best_fit`.
         """
-        keys = [key for key in known if part is None or part in key]
+        keys = [key for key in known if is_in(part, key)]
         if not keys:  # and nothing is remembered of that: there may be a batch of any size
             return None
         names = names_of(keys[0])

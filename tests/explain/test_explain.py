@@ -181,6 +181,18 @@ def test_a_batch_of_other_kernels_is_learnt_from_such(batch: int) -> None:
     assert all((size["batch"] < 16) == (batch < 16) for size in known.sizes)
 
 
+def test_batches_of_different_kernels_are_both_learnt() -> None:
+    """Each from those on its side."""
+    known = learn(
+        Points(),
+        lambda size: {"x": torch.randn(size["batch"], 16, 12, 12)},
+        [{"batch": 8}, {"batch": 33}],
+        device=torch.device("cpu"),
+    )
+    assert all(known.advisor.timeline(batch)[1].trusted for batch in known.batches)
+    assert {8, 33}.isdisjoint(size["batch"] for size in known.sizes)
+
+
 def test_a_model_of_transformers_needs_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     """Built from its configuration, its batches made up; only the document is on stdout."""
     pytest.importorskip("transformers")

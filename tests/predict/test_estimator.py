@@ -359,6 +359,26 @@ def test_beyond_where_kernels_change_nothing_is_trusted(batches: tuple[int, ...]
     assert estimator.predict(other).trusted  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("few", [2, 3])
+def test_sizes_on_both_sides_of_where_kernels_change_are_described_apart(few: int) -> None:
+    """What is right for one side is no formula for both; of a side with few sizes, these alone are known."""
+    small, large = law(1), law(2)
+    lengths = (40, 64, 80, 100, 120)
+    sizes = [*text(*lengths[:few], batch=1), *text(*lengths, batch=4), *text(*lengths, batch=9)]
+
+    def values(size: Size) -> NDArray[np.float64]:
+        return small(size) if size["batch"] < 2 else large(size)
+
+    (asked,), (single,) = text(90, batch=6), text(90, batch=1)
+    assert not predicted(learnt(sizes, values), asked).trusted
+    estimator = learnt(sizes, values, Estimator(turns={"batch": (2,)}))
+    found = predicted(estimator, asked)
+    assert found.trusted
+    np.testing.assert_allclose(found.values, large(asked), rtol=1e-6)
+    assert predicted(estimator, sizes[0]).trusted
+    assert not predicted(estimator, single).trusted
+
+
 def test_a_dimension_that_never_varied_is_not_extrapolated() -> None:
     """Only batches of 8 were seen: what of one with 16?"""
     estimator = learnt(text(40, 64, 80, 100, 120), law())
