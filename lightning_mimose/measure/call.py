@@ -52,7 +52,8 @@ class Call:
         left: Storage ids of activations that it left as attributes in forward, by identity of the module and name.
         twins: The same, each with what its recomputation left there.
         held: Those of `returned` and `left` that somebody else holds when the backward pass begins.
-        gone: Storage id of `returned` and `left` -> the interval of the forward in which it went.
+        gone: Storage id of `returned` and `left` -> the interval of the forward in which it went, or that begins with
+            that, see `StepTrace.ended`.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
             interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.

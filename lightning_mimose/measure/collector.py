@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class StepRecorder:
         self._outlived: frozenset[int] = frozenset()
         self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
+        self._saves_results = False
         self._cycles = Cycles()
         recorder = weakref.ref(self)
 
@@ -185,6 +187,7 @@ class StepRecorder:
             self._outlived,
             {number: self._ends.get(number, NEVER) for number in self.inputs.followed},
             measured.asked,
+            self._curve.ended,
         )
 
     # --- a unit's call in forward -----------------------------------------------------------------------------
@@ -258,6 +261,10 @@ class StepRecorder:
                     leaf.grad_fn.register_prehook(begins)
         for place, tensor in left.items():
             call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensor)]
+        results = chain(call.returned, *call.left.values())
+        self._saves_results = self._saves_results or not call.packed.keys().isdisjoint(results)
+        if self._saves_results and not self._in_region and not self.replays.in_backward:
+            self._curve.expect_ends()
 
     def _let_go(self, number: int, *, now: bool) -> None:
         """Nobody but regions holds something that they were given; since the last look, or just now.
@@ -266,21 +273,25 @@ class StepRecorder:
         that keeps everything.
         """
         self._ends[number] = self._curve.latest
-        if now and not self.replays.in_backward and all(call.action != RECOMPUTE for call in self._stack):
+        if now and not self.replays.in_backward and not self._in_region:
             self._curve.cut("", LET_GO, number)
 
     def _goes(self, call: Call, number: int) -> None:
-        """Nobody holds a result of a region any more. Where it would have saved it, that opens an interval.
+        """Nobody holds a result of a region any more that the region would have saved.
 
-        Kept, it is there all the same; recomputed, what comes after that is another stretch. But not within a region,
-        which tells nothing of a forward that keeps everything, nor for what is in a cycle, which goes whenever Python
-        looks for those: then the interval that is open is cut.
+        Kept, it is there all the same; recomputed, what comes after that is another stretch. What goes in the midst of
+        a region tells nothing of a forward that keeps everything, and what is in a cycle goes whenever Python looks for
+        those: then the interval that is open is cut.
         """
-        inside = self.replays.running or any(each.action == RECOMPUTE for each in self._stack)
-        if inside or self._cycles.searching or number not in call.packed:
+        elsewhere = self.replays.running or torch._C._current_graph_task_id() != -1
+        if elsewhere or self._in_region or self._cycles.searching:
             self._curve.cut(call.key, IS_GONE, number)
         else:
             self._curve.ends(call.key, number)
+
+    @property
+    def _in_region(self) -> bool:
+        return any(call.action == RECOMPUTE for call in self._stack)
 
     def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
         number, recorder = self._storages.number(storage), weakref.ref(self)
@@ -289,7 +300,7 @@ class StepRecorder:
             live = recorder()
             waiting = live is not None and not live.replays.in_backward and not live._curve.over
             if live is not None and waiting and number not in call.gone:  # once for all views of it
-                if call.action == RECOMPUTE:
+                if call.action == RECOMPUTE and number in call.packed:
                     live._goes(call, number)
                 call.gone[number] = live._curve.latest
 

@@ -15,6 +15,10 @@ from lightning_mimose.measure.meter import Meter, make_meter
 from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, without_asking
 from lightning_mimose.predict.shapes import END_OF, result_at
 
+MOST_ENDS = 2
+"""Intervals after one call that results end in: what the one before it has returned is let go of when it returns, as a
+rule, and what the last one has returned when its model does."""
+
 GradientBytes = Callable[[], tuple[int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
 
@@ -42,6 +46,7 @@ class Curve:
 
     Attributes:
         over: Whether the step is.
+        ended: Interval -> the storage that goes when it begins, see `ends`.
     """
 
     def __init__(
@@ -60,11 +65,11 @@ class Curve:
         self._marks: list[Mark] = []
         self._owners: list[int | None] = []
         self._events: dict[int, tuple[str, str, int]] = {}
-        self._results: dict[int, int] = {}
-        """Interval -> the storage that goes when it begins."""
+        self._due = 0
         self._thread = 0
         self._missed = False
         self.over = False
+        self.ended: dict[int, int] = {}
 
     def start(self) -> None:
         """Start the meter; the first interval belongs to the step."""
@@ -91,6 +96,8 @@ class Curve:
     def mark(self, owner: str, name: str) -> int:
         """Open an interval; returns its index."""
         assert self._meter is not None
+        while self._due:
+            self._open_end()
         self._meter.mark()
         # On CPU a meter sees the thread it was started in, and a backward may run in another one.
         self._missed = self._missed or (not counters.exist(self._device) and threading.get_ident() != self._thread)
@@ -106,17 +113,36 @@ class Curve:
         if what in (IS_GONE, LET_GO):
             self._meter.expect_free()
 
+    def expect_ends(self) -> None:
+        """Before the next mark of anybody else there are `MOST_ENDS` intervals that results end in, if only empty ones.
+
+        So that steps are alike wherever results end, and however many.
+        """
+        self._due = MOST_ENDS
+
     def ends(self, key: str, number: int) -> None:
-        """Open an interval, for a storage that a call has returned goes: several calls may have returned it."""
-        if self.over or self._meter is None or self._owners[-1] is None or self._results.get(self.latest) == number:
+        """Something goes that a call has returned: opens an interval, if there is one to be, and else cuts one.
+
+        Args:
+            key: Of the call.
+            number: What goes; several calls may have returned it, and all of them tell.
+        """
+        if self.ended.get(self.latest) == number:
             return
-        if threading.get_ident() != self._thread:
+        if not self._due or self.over or self._owners[-1] is None or threading.get_ident() != self._thread:
             self.cut(key, IS_GONE, number)
             return
-        before = next(mark for mark in reversed(self._marks) if mark.name != END_OF)
-        self.mark(result_at(f"{before.name} {before.owner}"), END_OF)
-        self._results[self.latest] = number
+        self._open_end()
+        self.ended[self.latest] = number
+        assert self._meter is not None
         self._meter.expect_free()
+
+    def _open_end(self) -> None:
+        assert self._meter is not None
+        self._due -= 1
+        before = next(mark for mark in reversed(self._marks) if mark.name != END_OF)
+        self._meter.mark()
+        self._open(result_at(f"{before.name} {before.owner}"), END_OF)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -165,10 +191,9 @@ class Curve:
             # Backward ran in another thread, or a profiler of the user's own began inside the step and took the session
             # over.
             return None
-        for mark in self._results:
+        for mark in self.ended:
             first = self._owners.index(mark)
-            then = pieces[first + 1].level_bytes if first + 1 < len(pieces) else None
-            pieces[first] = pieces[first].after_the_first_went(then)
+            pieces[first] = pieces[first].after_the_first_went()
         owned: dict[int | None, list[Interval]] = {}
         for owner, piece in zip(self._owners, pieces, strict=True):
             owned.setdefault(owner, []).append(piece)

@@ -25,25 +25,23 @@ class Interval:
     rest_bytes: int | None = None
     tops_bytes: tuple[int, ...] = field(default=(), compare=False)
 
-    def after_the_first_went(self, then_bytes: int | None) -> Interval:
+    def after_the_first_went(self) -> Interval:
         """The same from when something has gone that is there at its start, for that was told right before.
 
-        Args:
-            then_bytes: Live bytes at its end, None where that is not known: where no meter has seen anything go, this
-                is all that is known of it.
+        What is above the start came later. Where no meter has seen anything go, it is as high as at its start.
 
         Example:
-            >>> Interval(60, 80, 80, (60, 80)).after_the_first_went(50)
+            >>> Interval(60, 80, 80, (60, 80)).after_the_first_went()
             Interval(level_bytes=60, peak_bytes=80, rest_bytes=80, tops_bytes=(80,))
-            >>> Interval(60, 60, 45, (60,)).after_the_first_went(45)
+            >>> Interval(60, 60, 45, (60,)).after_the_first_went()
             Interval(level_bytes=45, peak_bytes=45, rest_bytes=45, tops_bytes=(45,))
         """
-        reached = self.rest_bytes
-        if reached is None:
-            reached = self.peak_bytes if self.peak_bytes > self.level_bytes or then_bytes is None else then_bytes
+        if self.rest_bytes is None:
+            return self
+        peak = self.peak_bytes if self.peak_bytes > self.level_bytes else self.rest_bytes
         tops = self.tops_bytes[1:] if self.tops_bytes[:1] == (self.level_bytes,) else self.tops_bytes
-        tops = tops or ((reached,) if self.tops_bytes else ())
-        return Interval(min(self.level_bytes, reached), max((reached, *tops)), self.rest_bytes, tops)
+        tops = tops or ((peak,) if self.tops_bytes else ())
+        return Interval(min(self.level_bytes, peak), peak, self.rest_bytes, tops)
 
 
 class Climb:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.trace import IS_GONE, Event, StepTrace
 from lightning_mimose.menu import RECOMPUTE
-from lightning_mimose.predict.shapes import END_OF
 
 
 class SavedBy(NamedTuple):
@@ -64,7 +63,10 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         return Lent(may_be, min(call.cached_bytes, saved.nbytes), call.cached_until, frozenset())
     nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
     until = min(call.gone[given] for given in returned.values())
-    if call.action != RECOMPUTE and trace.marks[until].name != END_OF:
+    if trace.ended.get(until) in returned.values():
+        # It goes when that interval begins; what else of it is there for a part of that is counted as spared in it.
+        return Lent(may_be, nbytes, until, frozenset(returned))
+    if call.action != RECOMPUTE:
         # Within a region nothing is cut: it is there for a part of that interval, and so is spared in none of it.
         return Lent(may_be, nbytes, until + 1, frozenset(returned))
     found = Lent(may_be, nbytes, until, frozenset(returned))

@@ -126,6 +126,7 @@ class StepTrace:
             them -> the interval in which that happened; `NEVER` if others held them longer.
         asked: Keys of calls inside regions -> the interval in which backward first asked for something that they had
             saved, and what was there then, relative as in `Interval`.
+        ended: Interval -> the storage that goes when it begins: a region had returned it, and would have saved it.
     """
 
     calls: tuple[Call, ...]
@@ -139,6 +140,7 @@ class StepTrace:
     outlived: frozenset[int] = frozenset()
     let_go: Mapping[int, int] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    ended: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def left_bytes(self) -> int:

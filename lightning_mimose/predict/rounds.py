@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mimose.predict.shapes import NEVER, CallShape
+from lightning_mimose.predict.shapes import END_OF, NEVER, CallShape
 from lightning_mimose.predict.structure import Structure
 
 FEWEST_ROUNDS = 3
@@ -190,10 +190,11 @@ class Loop:
         enough = TOLERANCE * level.max()
         within = self.are_between(structure.times)
         ends = [time for number in (0, -2, -1) for time in marks_of(calls, self.rounds[number])]
-        # Where something ends that a call has returned, this one's or the next one's mark is the last one before it.
         marks = structure.layout.marks[0]
-        last = marks[np.searchsorted(marks, structure.times, side="right") - 1]
-        at_ends = np.isin(last, ends)
+        before = marks[np.maximum(np.searchsorted(marks, structure.times, side="right") - 1, 0)]
+        # Positions at which results end are of the round whose mark is the last one before them.
+        results = np.array([position.label.startswith(END_OF) for position in structure.positions])
+        at_ends = np.isin(np.where(results, before, structure.times), ends)
         outermost = [calls[i] for members in self.rounds for i in _outermost(calls, members)]
         saved = self._saved(outermost, values)
         pairs = [(each, phase) for each in (level, level - saved) for phase in (backward, ~backward)]

@@ -80,6 +80,18 @@ class Looking(nn.Module):
         return functional.cross_entropy(self.head(state).flatten(0, 1), source.flatten())
 
 
+class Collecting(Looking):
+    """Holds what all rounds returned besides their results until the last one is over."""
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = self.embed(source)
+        state, shares = memory, []
+        for _ in target.unbind(1)[1:]:
+            state, share = self.looker(state, memory)
+            shares.append(share)
+        return functional.cross_entropy(self.head(state).flatten(0, 1), source.flatten())
+
+
 class Within(nn.Module):
     """The same inside another unit."""
 
@@ -256,13 +268,13 @@ class Around(Nested):
 
 NESTED = (Nested, Around)
 DROPPING = (Truncated, Alternating)
-MODELS = (Writing, Within, Looking, Chunked, Remembering)
+MODELS = (Writing, Within, Looking, Collecting, Chunked, Remembering)
 
 
 def text_of(model: type[nn.Module], rounds: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """A batch of which some model calls its blocks so many times."""
     generator = torch.Generator().manual_seed(seed)
-    if model in (Writing, Within, Looking):
+    if issubclass(model, (Writing, Within, Looking)):
         source = torch.randint(0, 64, (4, 16 + seed % 7), generator=generator)
         return {"source": source, "target": torch.randint(0, 64, (4, rounds + 1), generator=generator)}
     return {

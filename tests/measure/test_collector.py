@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mimose import Mimose
 from lightning_mimose.measure.call import RNG_STATE_BYTES
 from lightning_mimose.measure.collector import StepRecorder
+from lightning_mimose.measure.curve import MOST_ENDS
 from lightning_mimose.measure.gradients import GradientLedger
 from lightning_mimose.measure.observe import observe
 from lightning_mimose.measure.saved import resident_tensors, saved_in_graph
@@ -28,7 +29,7 @@ from tests.helpers.counting import flops
 from tests.helpers.hub import HUB
 from tests.helpers.models import Block, TinyDict, TinyNested, TinyText, text_batch
 from tests.helpers.recording import model_loss, patched, recorded, shelter_of
-from tests.helpers.rounds import Looking, Writing, loss_of, text_of
+from tests.helpers.rounds import Collecting, Looking, Writing, loss_of, text_of
 
 
 def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
@@ -428,14 +429,15 @@ class _Cyclic(Looking):
         return self.head(state).square().mean()
 
 
-@pytest.mark.parametrize(("model", "opened"), [(Looking, 3), (Writing, 0), (_Cyclic, 0)])
-def test_a_saved_result_that_goes_between_units_opens_an_interval(model: type[nn.Module], opened: int) -> None:
-    """One that was not saved tells nothing of a recomputation, and what is in a cycle goes at any time."""
+@pytest.mark.parametrize(("model", "ended"), [(Looking, 3), (Collecting, 2), (_Cyclic, 0), (Writing, 0)])
+def test_a_saved_result_that_goes_between_units_begins_an_interval(model: type[nn.Module], ended: int) -> None:
+    """After each call there are as many, whatever goes there: steps are alike. None where results are not saved."""
     trace = recorded(model(), text_of(Looking, 3), ["writer" if model is Writing else "looker"], loss_of)
     ends = [index for index, mark in enumerate(trace.marks) if mark.name == END_OF]
-    assert len(ends) == opened
-    gone = sorted(interval for call in trace.calls for interval in call.gone.values())
-    assert set(ends) <= set(gone)
-    for index in ends:
+    assert len(ends) == (0 if model is Writing else 3 * MOST_ENDS)
+    assert len(trace.ended) == ended
+    assert trace.ended.keys() <= set(ends)
+    assert trace.ended.items() <= {(until, number) for call in trace.calls for number, until in call.gone.items()}
+    for index in trace.ended:
         went = trace.intervals[index - 1].peak_bytes - trace.intervals[index].level_bytes
         assert went > 4 * 4 * 16 * 15  # the shares of one round, of every token for every other

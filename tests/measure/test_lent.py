@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pieces_beside
@@ -29,6 +31,21 @@ def test_what_a_call_returned_is_lent_until_it_is_gone() -> None:
     assert lent(cut, returning(), saved) == Lent(True, 50, 2, frozenset({12}), gone)
     whole = trace((Piece(0, 0, 80), Piece(1, 60, 90), Piece(2, 20, 60)))
     assert lent(whole, returning(), saved) == Lent(True, 50, 1, frozenset({12}))
+
+
+def test_what_goes_when_an_interval_begins_is_lent_until_then() -> None:
+    """Whatever else of the call goes within it: that is counted as spared too early, and not too late."""
+    ended = replace(trace((Piece(0, 0, 80), Piece(1, 20, 70), Piece(2, 20, 60))), ended={1: 2})
+    saved = SavedBy(57, {12: 50, 13: 7}, {12: 50, 13: 7}, set())
+    assert lent(ended, returning(), saved) == Lent(True, 50, 1, frozenset({12}))
+    both = Call("block", 0, None, "recompute", returned=[2, 3], outputs=[12, 13], gone={2: 1, 3: 1})
+    cut = (Piece(0, 0, 80), Piece(1, 20, 70), Piece(1, 20, 60, ("block", IS_GONE, 3)), Piece(2, 20, 60))
+    found = lent(replace(trace(cut), ended={1: 2}), both, saved)
+    assert found == Lent(True, 57, 1, frozenset({12, 13}))
+    inner = Call("block.part", 0, both, "keep", returned=[2], outputs=[12], gone={2: 1})
+    assert lent(ended, inner, saved).until == 1
+    another = replace(ended, ended={1: 9})
+    assert lent(another, inner, saved).until == 2
 
 
 def test_what_somebody_else_holds_until_backward_is_not_lent() -> None:
