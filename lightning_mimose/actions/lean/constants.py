@@ -72,7 +72,8 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS and not _has_written(args, kwargs):  # most of what a block does
+        place = _READS.get(func)
+        if place is not None and not _has_written(args, kwargs, place):  # most of what a block does
             note = _NOTES.get(func)
             return func(*args, **kwargs) if note is None else note(self, func, args, kwargs)
         hands_out = False
@@ -134,9 +135,10 @@ class Constants(TorchFunctionMode):
         out = func(*args, **kwargs)
         # It adds the bias in place where its input is not contiguous. Of what other functions write on their results
         # nobody can tell whether autograd knows of it.
-        node = out.grad_fn if isinstance(out, torch.Tensor) and not out._is_view() else None
-        if node is not None and node.name() == "AddBackward0" and out._version == 1:
-            self.versions[node, out.output_nr] = 1
+        if isinstance(out, torch.Tensor) and out._version == 1 and not out._is_view():
+            node = out.grad_fn
+            if node is not None and node.name() == "AddBackward0":
+                self.versions[node, out.output_nr] = 1
         return out
 
     def _norm(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -161,19 +163,27 @@ class Constants(TorchFunctionMode):
             self.seen[out.grad_fn] = constants
 
 
-def _has_written(args: Any, kwargs: Any) -> bool:
+def _has_written(args: Any, kwargs: Any, place: int) -> bool:
     """Whether any argument with gradients was ever written, as its views count it, too, or is about to be.
 
     Every update writes parameters; nothing has made them, so nothing of them is changed.
+
+    Args:
+        args: Of a function of `_READS`, by place.
+        kwargs: By name.
+        place: Where it is told to write on what it is given, see there.
     """
     if kwargs:
-        if "out" in kwargs:
+        if "out" in kwargs or kwargs.get("inplace"):
             return True
         args = (*args, *kwargs.values())
+    if len(args) > place and args[place] is not False:
+        return True
     for value in args:  # no generator: this is asked at every call
-        if type(value) is torch.nn.Parameter or not isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind is torch.nn.Parameter or not (kind is torch.Tensor or isinstance(value, torch.Tensor)):
             continue
-        if value.requires_grad and value._version:
+        if value.requires_grad and value._version:  # what is made in inference mode has none
             return True
     return False
 
@@ -218,19 +228,28 @@ _SUMS = {
     torch.rsub: False,
     torch.Tensor.__rsub__: False,
 }
-_OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "neg")
-_READS = frozenset(
-    (
-        *(getattr(functional, name) for name in ("linear", "layer_norm", "gelu", "scaled_dot_product_attention")),
-        *(getattr(torch.Tensor, f"__{name}__") for name in _OPERATORS),
-        *(getattr(torch.Tensor, f"__r{name}__") for name in ("add", "mul")),
-        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_contiguous", "stride")),
-        *(getattr(torch.Tensor, name) for name in ("view", "reshape", "transpose", "permute", "contiguous", "expand")),
-        *(getattr(torch.Tensor, name) for name in ("flatten", "unsqueeze", "squeeze", "chunk", "split", "to", "float")),
-        *(getattr(each, name) for each in (torch, torch.Tensor) for name in ("matmul", "pow", "mean", "rsqrt", "tanh")),
-    )
+_NOWHERE = 1 << 30
+_READING = (
+    *("add", "sub", "mul", "div", "true_divide", "neg", "matmul", "bmm", "baddbmm", "pow", "square", "sqrt", "rsqrt"),
+    *("exp", "log", "abs", "tanh", "sigmoid", "softmax", "log_softmax", "mean", "sum", "where", "masked_fill", "clone"),
+    *("reshape", "transpose", "permute", "flatten", "unsqueeze", "squeeze", "chunk", "split"),
 )
-"""Functions that write nothing, unless they are told where (`out`), and take no lists of tensors."""
+"""Functions of torch and methods of tensors that write nothing on what they are given."""
+_METHODS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__matmul__", "__neg__"),
+    *("__pow__", "__getitem__", "size", "dim", "numel", "is_contiguous", "stride"),
+    *("view", "contiguous", "expand", "unflatten", "repeat", "to", "float", "half", "bfloat16", "type_as"),
+)
+_FUNCTIONAL = ("linear", "layer_norm", "gelu", "scaled_dot_product_attention", "softmax", "conv1d", "conv2d", "conv3d")
+_WRITE_IF_TOLD = {"dropout": 3, "relu": 1, "silu": 1}
+_READS: dict[Any, int] = {
+    **{getattr(each, name): _NOWHERE for each in (torch, torch.Tensor) for name in _READING if hasattr(each, name)},
+    **{getattr(torch.Tensor, name): _NOWHERE for name in _METHODS},
+    **{getattr(functional, name): _NOWHERE for name in _FUNCTIONAL},
+    **{getattr(functional, name): place for name, place in _WRITE_IF_TOLD.items()},
+}
+"""Functions that write nothing on tensors with gradients, unless they are told where (`out`, or `inplace` by name or at
+this place), and take no lists of them."""
 _NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
     **dict.fromkeys(_DROPOUTS, Constants._dropout),
     **dict.fromkeys(_SUMS, Constants._sum),

@@ -32,7 +32,7 @@ from lightning_mimose.actions.lean.late import Late, WaitingRoom
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
-from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
+from lightning_mimose.actions.lean.sites import SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.actions.lean.values import Key, Values
 from lightning_mimose.menu import MASKS
@@ -190,44 +190,55 @@ class LeanSaves:
         self._count += 1
         base = tensor._base  # as `base_of`: this is done for every tensor that is saved
         base = tensor if base is None else base
-        node, output = base.grad_fn, base.output_nr
-        values, spot = self._values, None
+        node = base.grad_fn
+        if node is None and base.requires_grad:  # a parameter
+            return self._plainly(tensor)
+        output, values, spot = base.output_nr, self._values, None
         if node is not None and self._settles:
             spot = (self._grade, self._count, node._sequence_nr() - values.start, node.name())
-        if node is None and base.requires_grad:  # a parameter
+        if spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
             handle: Handle = Kept(tensor)
-        elif spot is not None and self._sites.idle.get(spot, 0) >= SURE and self._is_own(base):
-            handle = Kept(tensor)
             if base is tensor:
                 values.enter((node, output), handle)
         else:
             self._in_vain = False
-            handle = self._handle(tensor, base, node, output)
+            is_start = spot is not None and self._sites.starts.get(spot, 0) >= SURE and not base._version
+            handle = self._handle(tensor, base, node, output, looks=not is_start)
             if spot is not None and self._in_vain:
                 self._kept_in_vain.append((spot, (handle, values.found[node, output])))
         rebuilt = handle.rebuilt
         if rebuilt is not None and not rebuilt.is_saved:
             rebuilt.is_saved = True
             self.lowered += self._waiting.lower(rebuilt)
-        handle.owner = values.owner
-        handle.is_saved = True
-        # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
-        # bit-equal, on another order of the elements.
-        ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
-        handle.identity = 2 * self._count + bool(ordered)
+        self._is_packed(handle, tensor)
+        packed = handle if rebuilt is None else Use(handle, rebuilt)
         if node is not None:
             values.numbers.setdefault((node, output), handle.identity)
-        packed = handle if rebuilt is None else Use(handle, rebuilt)
-        if node is not None and (node, output) in self._waiting.awaited:
-            self._resolve((node, output), base)
+            if (node, output) in self._waiting.awaited:
+                self._resolve((node, output), base)
         if rebuilt is None:
             return packed
         if isinstance(rebuilt, Late) and rebuilt.is_kept:
             self._waiting.packed(rebuilt, spot)
         elif spot is not None:
-            self._sites.idle[spot] = BUSY
+            self._sites.is_rebuilt((spot,))
             self._rebuilt_here.append(handle)
         return packed
+
+    def _plainly(self, tensor: torch.Tensor) -> Kept:
+        """A tensor that is kept, and that no operation has made."""
+        kept = Kept(tensor)
+        self._is_packed(kept, tensor)
+        return kept
+
+    def _is_packed(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Whether or not it is kept: small ones are, except in a trial.
+
+        Nor may the same operations be possible, or bit-equal, on another order of the elements.
+        """
+        handle.owner, handle.is_saved = self._values.owner, True
+        ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
+        handle.identity = 2 * self._count + bool(ordered)
 
     def _resolve(self, key: Key, base: torch.Tensor) -> None:
         """A value is saved: what was kept for want of it may be rebuilt from it."""
@@ -247,7 +258,7 @@ class LeanSaves:
                 continue
             late.become(found)
             if each.spots:
-                self._sites.idle.update(dict.fromkeys(each.spots, BUSY))
+                self._sites.is_rebuilt(each.spots)
                 self._rebuilt_here.append(late)
             if self._told is not None:
                 # The tensor itself, if it is there: it goes when the forward lets go of it.
@@ -258,7 +269,7 @@ class LeanSaves:
         """Whether a tensor is as its operation made it, and not another unit's result."""
         return not base._version and (not self._returned or self._returned.of(base.untyped_storage()) is None)
 
-    def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
+    def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int, *, looks: bool) -> Handle:
         if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
@@ -280,7 +291,7 @@ class LeanSaves:
             ref, known, as_found = None, None, state
         if as_found != state:
             known = None
-        elif known is None:
+        elif known is None and looks:
             known = self._find(base, storage, node, output)
             if known is None and self._awaited:
                 known = self._waiting.wait(base, (node, output), self._count, self._awaited)
@@ -290,7 +301,7 @@ class LeanSaves:
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
             if not known.is_kept:
-                place = Place(self._count, node.name() if node is not None else "", handle.identity)
+                place = Place(self._count, "" if node is None else node.name(), handle.identity)
                 handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
@@ -385,15 +396,18 @@ class LeanSaves:
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
-        if place not in self._sites.checked and place not in self._sites.different:
-            if not self._applies:
-                self.unmet.append(handle)
-                return True
-            self.compared = True
-            same = rebuilds(handle, tensor)
-            (self._sites.checked if same else self._sites.different).add(place)
-            self.differed |= not same
-        return place not in self._sites.different
+        if place in self._sites.checked:
+            return True
+        if place in self._sites.different:
+            return False
+        if not self._applies:
+            self.unmet.append(handle)
+            return True
+        self.compared = True
+        same = rebuilds(handle, tensor)
+        (self._sites.checked if same else self._sites.different).add(place)
+        self.differed |= not same
+        return same
 
     def _mask(self, tensor: torch.Tensor) -> Handle | None:
         if self._grade < MASKS or tensor.requires_grad:

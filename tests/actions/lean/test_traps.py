@@ -113,6 +113,10 @@ def test_a_change_of_what_is_rebuilt_does_no_harm(change: Change) -> None:
         lambda y: y.mul_(3),
         lambda y: functional.relu_(y),
         lambda y: functional.dropout(y, 0.0, inplace=True),
+        lambda y: functional.dropout(y, 0.0, True, True),
+        lambda y: functional.relu(y, True),
+        lambda y: functional.silu(y, True),
+        lambda y: functional.silu(y, inplace=True),
     ],
 )
 def test_a_change_before_it_is_saved_is_seen(change: Change) -> None:
