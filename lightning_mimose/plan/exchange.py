@@ -264,7 +264,7 @@ class Search:
         """
         for _ in range(rounds):
             if perf_counter() > self.until:
-                return
+                break
             moves = self.moves(splits)
             slack = self.slack()
             prices = np.append(prices, np.zeros(len(slack) - len(prices)))
@@ -283,6 +283,28 @@ class Search:
             self.take(pick)
             if self.activate():  # some position that was not looked at broke: look at it from now on
                 self.take(before)
+        self.drop_needless()
+
+    def drop_needless(self) -> None:
+        """Drop options without which the pick fits as well, the dearest first.
+
+        A repair may take one that relieves nothing in place of those inside its unit that break a position; an exchange
+        would drop it, where there is time for one.
+        """
+        option: int | None = -1
+        while option is not None:
+            taken = np.flatnonzero(self._taken & (self.structure.cost > LEAST_GAIN))
+            spare = taken[(self.gains[taken] <= self.slack()).all(axis=1)]
+            dearest = spare[np.argsort(-self.structure.cost[spare], kind="stable")].tolist()
+            option = next((each for each in dearest if self._fits_without(each)), None)
+            if option is not None:
+                pick = self.pick.copy()
+                pick[self.structure.unit[option]] = NONE
+                self.take(pick)
+
+    def _fits_without(self, option: int) -> bool:
+        """Whether the pick fits if an option is dropped; what that would cease to hold is not credited."""
+        return int((self.level() + self.timeline.relief_bytes[option]).max(initial=0)) <= self.budget
 
     def _best_exchange(self, moves: Moves, slack: Floats, prices: Floats) -> list[int] | None:
         """The one, two or three moves that together fit and save most; None when none saves anything."""

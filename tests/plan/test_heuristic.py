@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_mimose.plan.exchange import LEAST_GAIN, Search
 from lightning_mimose.plan.heuristic import plan_heuristic, solve
 from lightning_mimose.plan.optimal import plan_exact
-from lightning_mimose.plan.structure import Structure
+from lightning_mimose.plan.structure import NONE, Structure
 from lightning_mimose.predict.timeline import Option, Timeline
 from tests.plan.strategies import (
     KINDS,
@@ -66,6 +67,28 @@ def test_never_slower_than_an_incumbent_that_fits(problem: tuple[Timeline, int],
         check(timeline, plan, budget)
         assert plan is not None
         assert plan.added_seconds <= min(fitting)
+
+
+@FEW
+@given(problems(), st.data())
+def test_no_option_is_left_that_is_not_needed(problem: tuple[Timeline, int], data: st.DataObject) -> None:
+    """However little time there is for exchanges: what fits without an option drops it, unless that saves time."""
+    timeline, budget = problem
+    fitting = [actions for peak, _, actions in every_plan(timeline) if peak <= budget]
+    if not fitting:
+        return
+    structure = Structure.of(timeline)
+    search, pick = Search(timeline, structure, budget), np.full(len(timeline.units), NONE, dtype=np.intp)
+    for option in timeline.chosen(data.draw(st.sampled_from(fitting))).tolist():
+        pick[structure.unit[option]] = option
+    search.take(pick)
+    search.until = 0.0
+    search.improve(np.zeros(0))
+    taken = search.pick[search.pick >= 0]
+    assert int(timeline.level_bytes(taken).max(initial=0)) <= budget
+    for option in taken.tolist():
+        dropped = int((search.level() + timeline.relief_bytes[option]).max(initial=0))
+        assert structure.cost[option] <= LEAST_GAIN or dropped > budget
 
 
 @FEW
