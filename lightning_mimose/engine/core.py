@@ -118,7 +118,9 @@ class Engine:
         if OFFLOAD in self.actions:
             self.host = HostMemory(host_bytes(host_budget))
             self.session.offloader = Offloader(self.host, self.device)
-            self.advisor.link = measure_link(self.device, self.host.budget_bytes)
+            link = measure_link(self.device, self.host.budget_bytes)
+            # What spares nothing is planned by nobody but who forces it.
+            self.advisor.link = link if link.frees or callable(planner) else None
         self._update = UpdateReserve(self.ledger)
         self._refuser = Refuser(self.advisor, on_infeasible, self._update)
         self.tenancy: Tenancy | None = None

@@ -129,7 +129,7 @@ class Curve:
         """
         if self.ended.get(self.latest) == number:
             return
-        if not self._due or self.over or self._owners[-1] is None or threading.get_ident() != self._thread:
+        if not self._due or self._owners[-1] is None or threading.get_ident() != self._thread:
             self.cut(key, IS_GONE, number)
             return
         self._open_end()

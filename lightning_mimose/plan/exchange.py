@@ -256,6 +256,8 @@ class Search:
     def improve(self, prices: Floats, splits: Splits = NO_SPLITS, rounds: int = 30) -> None:
         """Exchange up to three moves at a time for as long as that makes the fitting pick cheaper.
 
+        What is not needed then is dropped.
+
         Args:
             prices: Shape (active,); seconds per byte at the active positions (Lagrange multipliers). They say which
                 moves are worth combining: those that lose least against these prices.
@@ -291,16 +293,17 @@ class Search:
         A repair may take one that relieves nothing in place of those inside its unit that break a position; an exchange
         would drop it, where there is time for one.
         """
-        option: int | None = -1
-        while option is not None:
+        dropped = True
+        while dropped:  # twice, as a rule: what an option holds, or takes itself, is gone with it
+            dropped = False
             taken = np.flatnonzero(self._taken & (self.structure.cost > LEAST_GAIN))
             spare = taken[(self.gains[taken] <= self.slack()).all(axis=1)]
-            dearest = spare[np.argsort(-self.structure.cost[spare], kind="stable")].tolist()
-            option = next((each for each in dearest if self._fits_without(each)), None)
-            if option is not None:
-                pick = self.pick.copy()
-                pick[self.structure.unit[option]] = NONE
-                self.take(pick)
+            for option in spare[np.argsort(-self.structure.cost[spare], kind="stable")].tolist():
+                if self._fits_without(option):
+                    pick = self.pick.copy()
+                    pick[self.structure.unit[option]] = NONE
+                    self.take(pick)
+                    dropped = True
 
     def _fits_without(self, option: int) -> bool:
         """Whether the pick fits if an option is dropped; what that would cease to hold is not credited."""

@@ -112,6 +112,8 @@ class Fits:
         if not keys:  # and nothing is remembered of that: there may be a batch of any size
             return None
         names = names_of(keys[0])
+        if part is not None and len(values := {dict(key)[part[0]] for key in keys}) == 1:
+            part = with_value(part[0], values.pop())  # the same sizes by whatever they were told apart: one fit
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot in self._fits:
             return self._fits[slot]

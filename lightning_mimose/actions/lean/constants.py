@@ -72,8 +72,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = _READS.get(func)
-        if place is not None and not _has_written(args, kwargs, place):  # most of what a block does
+        if func in _READS and not _has_written(args, kwargs):  # most of what a block does
             note = _NOTES.get(func)
             return func(*args, **kwargs) if note is None else note(self, func, args, kwargs)
         hands_out = False
@@ -135,7 +134,7 @@ class Constants(TorchFunctionMode):
         out = func(*args, **kwargs)
         # It adds the bias in place where its input is not contiguous. Of what other functions write on their results
         # nobody can tell whether autograd knows of it.
-        if isinstance(out, torch.Tensor) and out._version == 1 and not out._is_view():
+        if isinstance(out, torch.Tensor) and out.requires_grad and out._version == 1 and not out._is_view():
             node = out.grad_fn
             if node is not None and node.name() == "AddBackward0":
                 self.versions[node, out.output_nr] = 1
@@ -163,22 +162,15 @@ class Constants(TorchFunctionMode):
             self.seen[out.grad_fn] = constants
 
 
-def _has_written(args: Any, kwargs: Any, place: int) -> bool:
+def _has_written(args: Any, kwargs: Any) -> bool:
     """Whether any argument with gradients was ever written, as its views count it, too, or is about to be.
 
     Every update writes parameters; nothing has made them, so nothing of them is changed.
-
-    Args:
-        args: Of a function of `_READS`, by place.
-        kwargs: By name.
-        place: Where it is told to write on what it is given, see there.
     """
     if kwargs:
         if "out" in kwargs or kwargs.get("inplace"):
             return True
         args = (*args, *kwargs.values())
-    if len(args) > place and args[place] is not False:
-        return True
     for value in args:  # no generator: this is asked at every call
         kind = type(value)
         if kind is torch.nn.Parameter or not (kind is torch.Tensor or isinstance(value, torch.Tensor)):
@@ -228,7 +220,6 @@ _SUMS = {
     torch.rsub: False,
     torch.Tensor.__rsub__: False,
 }
-_NOWHERE = 1 << 30
 _READING = (
     *("add", "sub", "mul", "div", "true_divide", "neg", "matmul", "bmm", "baddbmm", "pow", "square", "sqrt", "rsqrt"),
     *("exp", "log", "abs", "tanh", "sigmoid", "softmax", "log_softmax", "mean", "sum", "where", "masked_fill", "clone"),
@@ -240,16 +231,19 @@ _METHODS = (
     *("__pow__", "__getitem__", "size", "dim", "numel", "is_contiguous", "stride"),
     *("view", "contiguous", "expand", "unflatten", "repeat", "to", "float", "half", "bfloat16", "type_as"),
 )
-_FUNCTIONAL = ("linear", "layer_norm", "gelu", "scaled_dot_product_attention", "softmax", "conv1d", "conv2d", "conv3d")
-_WRITE_IF_TOLD = {"dropout": 3, "relu": 1, "silu": 1}
-_READS: dict[Any, int] = {
-    **{getattr(each, name): _NOWHERE for each in (torch, torch.Tensor) for name in _READING if hasattr(each, name)},
-    **{getattr(torch.Tensor, name): _NOWHERE for name in _METHODS},
-    **{getattr(functional, name): _NOWHERE for name in _FUNCTIONAL},
-    **{getattr(functional, name): place for name, place in _WRITE_IF_TOLD.items()},
-}
-"""Functions that write nothing on tensors with gradients, unless they are told where (`out`, or `inplace` by name or at
-this place), and take no lists of them."""
+_FUNCTIONAL = (
+    *("linear", "layer_norm", "gelu", "scaled_dot_product_attention", "softmax", "conv1d", "conv2d", "conv3d"),
+    *("dropout", "relu", "silu"),
+)
+_READS = frozenset(
+    (
+        *(getattr(each, name) for each in (torch, torch.Tensor) for name in _READING if hasattr(each, name)),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(functional, name) for name in _FUNCTIONAL),
+    )
+)
+"""Functions that write nothing on tensors with gradients, unless they are told to (`out`, and `inplace`, which
+`functional` always hands on by name), and take no lists of them."""
 _NOTES: dict[Any, Callable[[Constants, Any, Any, Any], Any]] = {
     **dict.fromkeys(_DROPOUTS, Constants._dropout),
     **dict.fromkeys(_SUMS, Constants._sum),

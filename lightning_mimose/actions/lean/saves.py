@@ -32,7 +32,7 @@ from lightning_mimose.actions.lean.late import Late, WaitingRoom
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
-from lightning_mimose.actions.lean.sites import SURE, Place, Sites, Spot
+from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.actions.lean.values import Key, Values
 from lightning_mimose.menu import MASKS
@@ -202,8 +202,7 @@ class LeanSaves:
                 values.enter((node, output), handle)
         else:
             self._in_vain = False
-            is_start = spot is not None and self._sites.starts.get(spot, 0) >= SURE and not base._version
-            handle = self._handle(tensor, base, node, output, looks=not is_start)
+            handle = self._handle(tensor, base, node, output)
             if spot is not None and self._in_vain:
                 self._kept_in_vain.append((spot, (handle, values.found[node, output])))
         rebuilt = handle.rebuilt
@@ -221,7 +220,7 @@ class LeanSaves:
         if isinstance(rebuilt, Late) and rebuilt.is_kept:
             self._waiting.packed(rebuilt, spot)
         elif spot is not None:
-            self._sites.is_rebuilt((spot,))
+            self._sites.idle[spot] = BUSY
             self._rebuilt_here.append(handle)
         return packed
 
@@ -258,7 +257,7 @@ class LeanSaves:
                 continue
             late.become(found)
             if each.spots:
-                self._sites.is_rebuilt(each.spots)
+                self._sites.idle.update(dict.fromkeys(each.spots, BUSY))
                 self._rebuilt_here.append(late)
             if self._told is not None:
                 # The tensor itself, if it is there: it goes when the forward lets go of it.
@@ -269,7 +268,7 @@ class LeanSaves:
         """Whether a tensor is as its operation made it, and not another unit's result."""
         return not base._version and (not self._returned or self._returned.of(base.untyped_storage()) is None)
 
-    def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int, *, looks: bool) -> Handle:
+    def _handle(self, tensor: torch.Tensor, base: torch.Tensor, node: Any, output: int) -> Handle:
         if not is_plain(tensor) or not (base is tensor or is_plain(base)):
             return Kept(tensor)
         storage = base.untyped_storage()
@@ -291,7 +290,7 @@ class LeanSaves:
             ref, known, as_found = None, None, state
         if as_found != state:
             known = None
-        elif known is None and looks:
+        elif known is None:
             known = self._find(base, storage, node, output)
             if known is None and self._awaited:
                 known = self._waiting.wait(base, (node, output), self._count, self._awaited)

@@ -45,14 +45,11 @@ class Sites:
         different: Places whose recipe did not; they keep their tensor.
         idle: In how many calls of late a spot's tensor was kept and nothing was rebuilt from it; `BUSY` where it was
             rebuilt once, or something from it.
-        starts: In how many calls of late it was kept and something was rebuilt from it; `BUSY` where it was rebuilt
-            itself.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
     idle: dict[Spot, int] = field(default_factory=dict)
-    starts: dict[Spot, int] = field(default_factory=dict)
     _calls: int = field(default=0, compare=False)
 
     def settle(self, kept: Iterable[tuple[Spot, Iterable[Handle | None]]], made: Iterable[Handle]) -> None:
@@ -62,26 +59,16 @@ class Sites:
             kept: Spots whose tensors were kept, and the handles that stood for them.
             made: What came of the call that is rebuilt.
         """
-        unknown = [(spot, handles) for spot, handles in kept if self.starts.get(spot) != BUSY]
+        unknown = [(spot, handles) for spot, handles in kept if self.idle.get(spot) != BUSY]
         self._calls += 1
         if self._calls % AGAIN == 0 or len(self.idle) > MOST_SPOTS:
-            forgets_all = len(self.idle) > MOST_SPOTS
-            self.idle, self.starts = (
-                {spot: BUSY for spot, count in known.items() if count == BUSY and not forgets_all}
-                for known in (self.idle, self.starts)
-            )
+            busy = (spot for spot, count in self.idle.items() if count == BUSY)
+            self.idle = dict.fromkeys(busy if len(self.idle) <= MOST_SPOTS else (), BUSY)
         if unknown:
             used = set(map(id, with_sources(made)))
             for spot, handles in unknown:
-                if any(id(each) in used for each in handles):
-                    self.idle[spot], self.starts[spot] = BUSY, self.starts.get(spot, 0) + 1
-                elif self.idle.get(spot) != BUSY:
-                    self.idle[spot] = self.idle.get(spot, 0) + 1
-
-    def is_rebuilt(self, spots: Iterable[Spot]) -> None:
-        """What was saved there is rebuilt: from now on it is looked at in every call."""
-        for spot in spots:
-            self.idle[spot] = self.starts[spot] = BUSY
+                is_used = any(id(each) in used for each in handles)
+                self.idle[spot] = BUSY if is_used else self.idle.get(spot, 0) + 1
 
 
 class References:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mimose.actions.lean.handles import Handle, Kept
+from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.saves import SMALL_BYTES
 from lightning_mimose.actions.lean.sites import AGAIN, BUSY, MOST_SPOTS, SURE, Sites
-from lightning_mimose.actions.lean.values import Values
-from lightning_mimose.menu import ELEMENTWISE
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 
 CALLS = SURE + 2
@@ -110,34 +107,10 @@ def test_settling() -> None:
     for count in (1, 2):
         sites.settle([(used, (source, source)), (idle, (other, None))], made)
         assert sites.idle == {used: BUSY, idle: count}
-        assert sites.starts == {used: count}
     sites.settle([(used, (Kept(torch.ones(3)),))], [])
     assert sites.idle[used] == BUSY, "it may be needed again"
     sites.settle([(idle, (source,))], made)
     assert sites.idle[idle] == BUSY
-    sites.is_rebuilt([used])
-    for _ in range(AGAIN):
-        sites.settle([(used, (source,))], made)
-    assert sites.starts == {used: BUSY}, "what is rebuilt is looked at in every call, the other one again"
-
-
-def test_what_others_are_rebuilt_from_is_passed_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of which nothing is made again but what is rebuilt from it; not where somebody has written on it."""
-    looked: list[str] = []
-    rebuilt = Values.rebuilt
-
-    def noted(self: Values, node: Any, output: int, depth: int) -> Handle | None:
-        looked.append(node.name())
-        return rebuilt(self, node, output, depth)
-
-    monkeypatch.setattr(Values, "rebuilt", noted)
-    sites, plain = Sites(), Pass(mixed, inputs(), None)
-    for call in range(CALLS + 1):
-        looked.clear()
-        lean = Pass(mixed, inputs(), ELEMENTWISE, sites=sites)
-        assert lean.alive == [True, False, False, True]
-        assert same_bits(lean.bits, plain.bits)
-        assert ("AddmmBackward0" in looked) == (call < SURE)
 
 
 def test_spots_that_never_come_again_are_not_remembered_for_ever() -> None:

@@ -370,7 +370,8 @@ def test_results_without_a_counter() -> None:
     def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
         with torch.inference_mode():
             positions = torch.arange(47).float()
-        return (functional.gelu(x) + positions.clone()) * w
+            apart = functional.linear(x, torch.ones(47, 47)).mean()
+        return (functional.gelu(x) + positions.clone() + float(apart)) * w
 
     assert_same(function, matrix(), matrix())
 
