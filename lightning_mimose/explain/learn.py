@@ -22,6 +22,7 @@ from lightning_mimose.errors import MimoseError
 from lightning_mimose.explain.samples import MakeBatch, say
 from lightning_mimose.loop import own_loss
 from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.fits import with_side
 
 MOST_SIZES = 16
 """Sizes that are run at most."""
@@ -238,7 +239,7 @@ def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[
     """
     largest = max(values)
     if name == "batch":
-        sides = {max((turn for turn in turns if turn <= value), default=0): value for value in sorted(values)}
+        sides = {with_side(name, value, turns)[1].start: value for value in sorted(values)}
         return sorted(set[int]().union(*(_smaller_batches(side, value) for side, value in sides.items())))
     step = 1
     while step < 32 and largest % (2 * step) == 0 and 16 * step <= largest:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_mimose.predict.checking import EXACT_ERROR, USABLE_ERROR
 from lightning_mimose.predict.fit import Fit
-from lightning_mimose.predict.fits import Part, is_in, with_value
+from lightning_mimose.predict.fits import Part, those_in, with_value
 from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.paths import Key, names_of
@@ -42,7 +42,7 @@ def is_contradicted(
     part = next((with_value(name, value) for name, value in key if name == "batch"), None)
     for structure, known in observed.sizes.items():
         alike = observed.of(structure, names_of(key)) if key in known else {}
-        others = [other for other in alike if other != key and is_in(part, other)]
+        others = [other for other in those_in(part, alike) if other != key]
         if not FEWEST_OTHERS <= len(others) <= MOST_OTHERS:
             continue
         whole = fit_of(structure, part, names_of(key))

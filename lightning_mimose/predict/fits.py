@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -54,14 +54,18 @@ def with_side(name: str, value: int, turns: Sequence[int]) -> Part:
     return name, range(first, min((turn for turn in turns if turn > value), default=NEVER))
 
 
-def is_in(part: Part | None, key: Key) -> bool:
-    """Whether a size is one of a part, or of all.
+def those_in(part: Part | None, known: Iterable[Key]) -> list[Key]:
+    """The sizes of a part.
 
     Args:
         part: The part; None for all of them.
-        key: The size.
+        known: All of them, with the same dimensions.
     """
-    return part is None or any(part[0] == name and value in part[1] for name, value in key)
+    keys = list(known)
+    if part is None or not keys:
+        return keys
+    place = names_of(keys[0]).index(part[0])  # once: this is asked for every prediction
+    return [key for key in keys if key[place][1] in part[1]]
 
 
 class Fits:
@@ -108,12 +112,14 @@ class Fits:
             known: What was observed of them, all with the same dimensions.
             resident_bytes: See `best_fit`.
         """
-        keys = [key for key in known if is_in(part, key)]
+        keys = those_in(part, known)
         if not keys:  # and nothing is remembered of that: there may be a batch of any size
             return None
         names = names_of(keys[0])
-        if part is not None and len(values := {dict(key)[part[0]] for key in keys}) == 1:
-            part = with_value(part[0], values.pop())  # the same sizes by whatever they were told apart: one fit
+        if part is not None:
+            alone = with_value(part[0], dict(keys[0])[part[0]])
+            # The same sizes, by whatever they were told apart: one fit.
+            part = alone if len(those_in(alone, keys)) == len(keys) else part
         slot = (structure, None if len(keys) == len(known) else part, names)  # one where there is but one batch size
         if slot in self._fits:
             return self._fits[slot]

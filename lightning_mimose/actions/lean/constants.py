@@ -172,8 +172,7 @@ def _has_written(args: Any, kwargs: Any) -> bool:
             return True
         args = (*args, *kwargs.values())
     for value in args:  # no generator: this is asked at every call
-        kind = type(value)
-        if kind is torch.nn.Parameter or not (kind is torch.Tensor or isinstance(value, torch.Tensor)):
+        if type(value) is torch.nn.Parameter or not isinstance(value, torch.Tensor):
             continue
         if value.requires_grad and value._version:  # what is made in inference mode has none
             return True

@@ -26,30 +26,15 @@ class Node:
         output: See `table.Node`.
     """
 
-    __slots__ = ("_depth", "_found", "_values", "output", "raw")
+    __slots__ = ("_depth", "_values", "dtype", "output", "raw", "shape")
 
     def __init__(self, values: Values, raw: Any, depth: int, output: int = 0) -> None:
         self._values, self.raw, self._depth, self.output = values, raw, depth, output
-        self._found: tuple[tuple[int, ...], torch.dtype] | None = None
-
-    def _look(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of its result: only of nodes that a recipe is made of, for it takes long to ask."""
-        if self._found is None:
-            result = self.raw._input_metadata[self.output]
-            if result.is_nested_tensor:  # which may have no shape
-                raise MissingError
-            self._found = tuple(result.shape), result.dtype
-        return self._found
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of its result."""
-        return self._look()[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its result."""
-        return self._look()[1]
+        result = raw._input_metadata[output]
+        if result.is_nested_tensor:  # which may have no shape
+            raise MissingError
+        self.shape: tuple[int, ...] = tuple(result.shape)
+        self.dtype: torch.dtype = result.dtype
 
     @property
     def device(self) -> torch.device:

@@ -192,7 +192,9 @@ class LeanSaves:
         base = tensor if base is None else base
         node = base.grad_fn
         if node is None and base.requires_grad:  # a parameter
-            return self._plainly(tensor)
+            kept = Kept(tensor)
+            self._tell_apart(kept, tensor)
+            return kept
         output, values, spot = base.output_nr, self._values, None
         if node is not None and self._settles:
             spot = (self._grade, self._count, node._sequence_nr() - values.start, node.name())
@@ -209,7 +211,7 @@ class LeanSaves:
         if rebuilt is not None and not rebuilt.is_saved:
             rebuilt.is_saved = True
             self.lowered += self._waiting.lower(rebuilt)
-        self._is_packed(handle, tensor)
+        self._tell_apart(handle, tensor)
         packed = handle if rebuilt is None else Use(handle, rebuilt)
         if node is not None:
             values.numbers.setdefault((node, output), handle.identity)
@@ -224,18 +226,11 @@ class LeanSaves:
             self._rebuilt_here.append(handle)
         return packed
 
-    def _plainly(self, tensor: torch.Tensor) -> Kept:
-        """A tensor that is kept, and that no operation has made."""
-        kept = Kept(tensor)
-        self._is_packed(kept, tensor)
-        return kept
-
-    def _is_packed(self, handle: Handle, tensor: torch.Tensor) -> None:
-        """Whether or not it is kept: small ones are, except in a trial.
-
-        Nor may the same operations be possible, or bit-equal, on another order of the elements.
-        """
+    def _tell_apart(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Say which saved tensor of this call a handle stands for."""
         handle.owner, handle.is_saved = self._values.owner, True
+        # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
+        # bit-equal, on another order of the elements.
         ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
         handle.identity = 2 * self._count + bool(ordered)
 
@@ -300,7 +295,7 @@ class LeanSaves:
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
             if not known.is_kept:
-                place = Place(self._count, "" if node is None else node.name(), handle.identity)
+                place = Place(self._count, node.name() if node is not None else "", handle.identity)
                 handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own

@@ -167,10 +167,9 @@ class Values:
         try:
             view = Node(self, node, depth, output)
             made: Made | None = entry.make(view)
-            if made is None:
-                return None
-            shape, dtype = view.shape, view.dtype
         except MissingError:
+            return None
+        if made is None:
             return None
         own = own if own == ATTENTION else max(own, made.grade)
         if own > self._grade:
@@ -181,13 +180,14 @@ class Values:
                 return None
             inputs.append(each)
             grade = max(grade, each.needed_grade)
+        shape = view.shape
         elements = prod(shape)
         work = made.work + made.work_per_element * elements
         is_view = made.work_per_element == VIEW and not made.work
         recipe = Recipe(
             made.rebuild,
             inputs,
-            elements * dtype.itemsize,
+            elements * view.dtype.itemsize,
             shape,
             grade,
             work,
