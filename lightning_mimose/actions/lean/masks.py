@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_mimose.actions.lean.handles import Rebuilt
 
@@ -14,14 +15,25 @@ PIECE = 1 << 20
 """Elements of a mask that are packed or unpacked at once: all of them would be more memory, for a moment."""
 
 
-@lru_cache(maxsize=64)
-def _numbers(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The eight elements that every byte stands for; on a CPU in memory of NumPy's, so that no step has to count it."""
+def _table(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The eight elements that every byte stands for."""
     bytes_, places = (torch.arange(count, device=device, dtype=torch.uint8) for count in (256, 8))
     table = (bytes_[:, None] >> places).bitwise_and_(1).to(dtype)
-    if dtype != torch.bool:
-        table.mul_(number)
-    return torch.from_numpy(table.view(torch.uint8).numpy().copy()).view(dtype) if device.type == "cpu" else table
+    return table if dtype == torch.bool else table.mul_(number)
+
+
+_table_on_device = lru_cache(maxsize=64)(_table)
+
+
+@lru_cache(maxsize=64)
+def _table_on_host(number: float, dtype: torch.dtype) -> NDArray[np.void]:
+    """The same for a CPU, in memory of NumPy's, so that no step has to count it."""
+    return np.array(_eights(_table(number, dtype, torch.device("cpu"))))
+
+
+def _eights(elements: torch.Tensor) -> NDArray[np.void]:
+    """Eight elements in a row as one of NumPy's."""
+    return elements.view(torch.uint8).numpy().view(f"V{8 * elements.element_size()}")[:, 0]
 
 
 def _pieces(elements: torch.Tensor, bits: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -47,7 +59,8 @@ class Mask(Rebuilt):
     def __init__(self, tensor: torch.Tensor, number: float, grade: int, *, packs: bool = True) -> None:
         super().__init__(tensor.nbytes, tuple(tensor.shape), grade)
         self.held_bytes = -(-tensor.numel() // 8)
-        self.temporary_bytes = 4 * min(self.held_bytes, PIECE // 8)  # the bytes as indices
+        # The bytes as indices; on a CPU those are NumPy's.
+        self.temporary_bytes = 0 if tensor.is_cpu else 4 * min(self.held_bytes, PIECE // 8)
         if not packs:
             return
         self._stride = tensor.stride()  # whichever: the bits are in the order of memory
@@ -66,9 +79,18 @@ class Mask(Rebuilt):
         self._dtype = tensor.dtype
 
     def _made(self) -> torch.Tensor:
-        device = self._bits.device
-        table = _numbers(self._number, self._dtype, device)
-        made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=device)
-        for out, bits in _pieces(made, self._bits):
-            torch.index_select(table, 0, bits.int(), out=out)
+        made = torch.empty(len(self._bits), 8, dtype=self._dtype, device=self._bits.device)
+        if made.is_cpu:
+            self._unpack_on_host(made)
+        else:
+            table = _table_on_device(self._number, self._dtype, made.device)
+            for out, bits in _pieces(made, self._bits):
+                torch.index_select(table, 0, bits.int(), out=out)
         return made.as_strided(self.shape, self._stride)
+
+    def _unpack_on_host(self, made: torch.Tensor) -> None:
+        """By NumPy, which takes half as long as torch on one thread, and no longer than on two."""
+        table, bits, out = _table_on_host(self._number, self._dtype), self._bits.numpy(), _eights(made)
+        size = max(1, PIECE // 64)  # it makes eight bytes of each, as an index
+        for start in range(0, len(bits), size):
+            np.take(table, bits[start : start + size], out=out[start : start + size], mode="clip")
