@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from lightning_mimose import threads
 from lightning_mimose.errors import PlanError
 from lightning_mimose.menu import KEEP
 from lightning_mimose.plan.greedy import plan_greedy
@@ -159,8 +160,7 @@ class Scheduler:
             self._questions.append(question)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._answer_all, name="mimose-planner", daemon=True)
-                self._thread.start()
+                self._thread = threads.start("mimose-planner", self._answer_all, self.close)
 
     def _answer_all(self) -> None:
         """The thread: the newest question first, since its batch was the last one seen."""

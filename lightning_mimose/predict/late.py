@@ -11,7 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
+
+from lightning_mimose import threads
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class _Job(Generic[T]):
         self.process = os.getpid()
         self.found: T | None = None
         self.done = threading.Event()
-        threading.Thread(target=self._run, args=(work,), name="mimose-fit", daemon=True).start()
+        threads.start("mimose-fit", partial(self._run, work))
 
     def _run(self, work: Callable[[], T]) -> None:
         time.sleep(HEAD_START_SECONDS)
