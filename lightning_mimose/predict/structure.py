@@ -201,6 +201,18 @@ class Structure:
         recomputed = (start + working - saved @ held).max(axis=1, initial=0.0)
         return np.concatenate([np.stack([kept, recomputed], axis=1), saved], axis=1)
 
+    def left(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What is there at the end of the step besides what was at its beginning, and gradients.
+
+        Args:
+            values: Shape (observations, columns).
+
+        Returns:
+            Shape (observations,), bytes.
+        """
+        left: NDArray[np.float64] = self._kept(_padded(values))[:, -1]
+        return left
+
     def lean_peaks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The activation peaks with each of `grades` everywhere, shape (observations, grades), bytes."""
         padded = _padded(values)

@@ -69,9 +69,11 @@ def test_it_is_measured_again() -> None:
 
 
 def test_one_that_took_no_less_is_not_contradicted() -> None:
-    """Kernels may need more for its size than others tell."""
-    estimator = Estimator()
-    estimator.add(FIRST, structure(), more(FIRST) + 4e6, bare=True)
+    """Kernels may need more for its size than others tell; nothing of that is left at its end."""
+    estimator, first = Estimator(), more(FIRST)
+    left = structure().positions[-1].column
+    first[np.arange(len(first)) != left] += 4e6
+    estimator.add(FIRST, structure(), first, bare=True)
     for size in text(12, 28, 44, 52, 80):
         estimator.add(size, structure(), more(size))
     assert estimator.disbelieve(FIRST.items())
@@ -105,6 +107,43 @@ def test_what_the_very_first_step_made_for_good_is_no_part_of_others() -> None:
     for size in text(28, 44, 52, 80, 36):
         estimator.add(size, structure(), law(1)(size), bare=True)
     for size in text(40, 64):
+        prediction = estimator.predict(size)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, law(1)(size), rtol=1e-6)
+
+
+def throughout(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A step in all of which something is there besides."""
+    levels = [position.column for position in structure().positions]
+    starts = [call.before_backward for call in structure().calls if call.region]
+    values[[*levels, *starts]] += 4e6
+    return values
+
+
+@pytest.mark.parametrize("first", [(64,), (160,)], ids=["among the others", "the largest"])
+def test_what_it_made_before_its_forward_and_keeps_is_no_part_of_others(first: tuple[int, ...]) -> None:
+    """A memory of features, averages of the weights: there from the beginning to the end, and in no later step."""
+    (size,), estimator = text(*first), Estimator()
+    estimator.add(size, structure(), throughout(law(1)(size)), bare=True)
+    for other in text(28, 44, 52, 80, 36):
+        estimator.add(other, structure(), law(1)(other), bare=True)
+    for other in (*text(40), size):
+        prediction = estimator.predict(other)
+        assert prediction is not None
+        assert prediction.trusted
+        np.testing.assert_allclose(prediction.values, law(1)(other), rtol=1e-6)
+
+
+def test_batches_of_any_number_contradict_it() -> None:
+    """Where hardly any other is as large as the first one, it takes more of them to tell."""
+    estimator = Estimator()
+    estimator.add(FIRST, structure(), throughout(law(1)(FIRST)), bare=True)
+    sizes = [*text(12, 28, 44, 80, batch=5), *text(20, 36, 52, 72, batch=6), *text(24, 40, 60, 84, batch=11)]
+    sizes += text(16, 32, 56, 76, batch=12)
+    for size in sizes:
+        estimator.add(size, structure(), law(1)(size), bare=True)
+    for size in (FIRST, *text(48, batch=9)):
         prediction = estimator.predict(size)
         assert prediction is not None
         assert prediction.trusted
