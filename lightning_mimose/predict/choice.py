@@ -141,7 +141,7 @@ class Choice:
             float(np.einsum("ij,jk,ik->i", design, inverse, design).max()),
             self.local,
             sides,
-            _grains(self.sizes, sides),
+            _grains(self.sizes, sides, surfaces=not self.basis.counts),
             tuple(without),
             self.check.resting if self.check.resting.size else None,
             short,
@@ -199,7 +199,7 @@ def _best(
     resident_bytes: int,
     candidates: Sequence[Basis],
 ) -> tuple[Check, Basis]:
-    """The basis that describes all columns best; one that rests on single sizes only where no other one is good.
+    """The basis that describes all columns best; one that rests on single sizes only where no other one is as good.
 
     Of those that are exact the simplest, unless another one describes more of the maxima that are not the largest yet.
     """
@@ -225,7 +225,7 @@ def _best(
             best, basis, loose = check, candidate, left
         if not left:
             break
-    if partial is not None and best.error > GOOD_ERROR:
+    if partial is not None and best.error > (EXACT_ERROR if partial[0].error <= EXACT_ERROR else GOOD_ERROR):
         best, basis = partial
     return best, basis
 
@@ -264,9 +264,9 @@ def _close(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return close
 
 
-def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str]) -> tuple[Value, ...]:
+def _grains(sizes: Sequence[Mapping[str, int]], sides: Sequence[str], *, surfaces: bool) -> tuple[Value, ...]:
     """Sides, and what those of all sizes are multiples of: each of whole blocks, or all of them but for a few sizes."""
-    surfaces = len(sides) == 2 or may_be_surfaces(sizes)
+    surfaces = surfaces and (len(sides) == 2 or may_be_surfaces(sizes))
     odd = {
         grain: sum(any(size[name] % grain for name in sides) for size in sizes)
         for grain in (MULTIPLES if surfaces else BLOCKS)

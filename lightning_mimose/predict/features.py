@@ -64,6 +64,12 @@ class Basis:
         return all(degree > 1 for name, degree in highest.items() if name != "batch")
 
     @property
+    def counts(self) -> bool:
+        """Whether one of two sides is only how many there are of the other."""
+        lengths = [i for i, name in enumerate(self.dims) if name != "batch"]
+        return any(sorted(monomial[i] for i in lengths) == [1, 2] for monomial in self.monomials)
+
+    @property
     def padded(self) -> tuple[str, int] | None:
         """The one of two lengths that alone is rounded up, and to multiples of what; None where it is not so."""
         granules = [max(each) for each in zip(*self.granules, strict=True)]
@@ -196,13 +202,21 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     quadratic = list(dict.fromkeys([*linear, *(_monomial(dims, *pair) for pair in pairs)]))
     # Attention over pixels: the square of an area.
     area = list(dict.fromkeys([*quadratic, *(_monomial(dims, *pair, *pair) for pair in pairs)]))
+    surfaces = may_be_surfaces(sizes)
+    # Texts of a batch in rows of several (answers to choose from, passages): one side is only how many there are.
+    counted = [
+        [one, _monomial(dims, i), _monomial(dims, i, j), _monomial(dims, i, j, j)]
+        for i in others
+        for j in others
+        if surfaces and len(others) == 2 and i != j
+    ]
 
     def rounded(monomial: Monomial, granule: int) -> _Feature:
         return _feature(dims, monomial, granule, others)
 
-    plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, quadratic, area)]
+    plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, *counted, quadratic, area)]
     rungs: list[_Rung] = list(dict.fromkeys(plain))
-    if 1 <= len(others) <= 2 and may_be_surfaces(sizes):
+    if 1 <= len(others) <= 2 and surfaces:
         surface = _monomial(dims, *(others * (3 - len(others))))
         rungs += [
             (rounded(one, 1), *(rounded(surface, finest << k) for k in range(levels)))
