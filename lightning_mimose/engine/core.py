@@ -332,8 +332,10 @@ class Engine:
         actions = self.session.actions
         if self.session.met:
             self._lessons.of_strangers(step)
-        if step.learns and self._lessons.in_vain(step.size):
-            self._inlets.rise("batches vary in too many dimensions")
+        if step.learns:
+            if self._lessons.in_vain(step.size):
+                self._inlets.rise("batches vary in too many dimensions")
+            self._inlets.look(step.size)
         self.running.disarm(step)
         if self.tenancy is not None:
             self.tenancy.turn()

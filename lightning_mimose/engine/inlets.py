@@ -9,6 +9,8 @@ Sizes are read in the batch (level 0) until one of these is seen:
   different shapes (`inputs`). Such a step recomputes all it may from there on, and from the next one on sizes are read
   one level further inside; where that does not help a unit that is not the first, they are read where they were again.
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
+- Steps go by the shape of what comes to the first unit, and far less by what batches show (two texts that are padded to
+  the longer one).
 
 Level n is the nth call, from outside, of a module that holds units: level 1 is mostly the whole model's. Calls with
 lists of tensors do not count, for these are mostly made into one tensor further inside. The first unit's own call is
@@ -137,6 +139,11 @@ class Inlets:
         self._blind = not (self._tracker.names or has_tensors(batch))
         self._gates.attach(self)
         return None
+
+    def look(self, size: BatchSize) -> None:
+        """A step was learnt from: see whether what came to its first unit tells more of it than its batch."""
+        if self._advisor.estimator.is_told_better_by(self._inputs.given, size.dims):
+            self.rise("what the model is given tells more of steps than their batches do")
 
     def rise(self, why: str) -> bool:
         """Read sizes further inside from the next step on; returns whether that is possible."""

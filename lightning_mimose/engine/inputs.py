@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_mimose.engine.arguments import first_tensor
+from lightning_mimose.predict.paths import Key
 from lightning_mimose.sizes import BatchSize
 from lightning_mimose.units import Unit
 
-KNOWN_INPUTS = 2048
-"""How often it is remembered what a unit was given at some size."""
+KNOWN_INPUTS, KNOWN_SHAPES = 2048, 64
+"""How often it is remembered what a unit was given at some size; and in full, what the first one was given."""
 
 
 class Inputs:
@@ -22,11 +23,15 @@ class Inputs:
     Args:
         units: All units; what is called inside a unit says no more.
         ignored: Modules around units whose first one is not compared unless it is the step's first.
+
+    Attributes:
+        given: Size of a batch -> the shape of what came to its step's first unit.
     """
 
     def __init__(self, units: Sequence[Unit], ignored: Collection[str]) -> None:
         self._around = {unit.name: unit.name.rpartition(".")[0] for unit in units if unit.parent < 0}
         self._known: dict[int, int] = {}
+        self.given: dict[Key, tuple[int, ...]] = {}
         self._compared: set[str] = set()
         self._awaited: set[str] | None = None
         self._seen: set[str] = set()
@@ -36,6 +41,7 @@ class Inputs:
         """Sizes mean something else from now on."""
         self._known.clear()
         self._compared.clear()
+        self.given.clear()
 
     def begin(self, *, learns: bool) -> None:
         """A step begins; all calls of one that learns are looked at, and while nothing is known of which to look at."""
@@ -67,6 +73,8 @@ class Inputs:
             return False
         if self._awaited is None and around not in self._ignored:
             self._compared.add(unit)
+        if not self._seen:
+            self._note(size, tuple(tensor.shape))
         counts = not self._seen or (unit in self._compared and around not in self._ignored)
         if counts and not self._is_known(size, unit, tuple(tensor.shape)):
             return True
@@ -79,6 +87,13 @@ class Inputs:
         self._seen.add(around)
         if self._awaited:
             self._awaited = {other for other in self._awaited if self._around[other] != around}
+
+    def _note(self, size: BatchSize, shape: tuple[int, ...]) -> None:
+        key = tuple(sorted(size.dims))
+        self.given.pop(key, None)
+        self.given[key] = shape
+        if len(self.given) > KNOWN_SHAPES:
+            del self.given[next(iter(self.given))]
 
     def _is_known(self, size: BatchSize, unit: str, shape: tuple[int, ...]) -> bool:
         if len(self._known) >= KNOWN_INPUTS:

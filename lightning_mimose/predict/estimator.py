@@ -22,6 +22,7 @@ from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import Fits, Part, with_side, with_value
+from lightning_mimose.predict.given import tells_more
 from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
@@ -282,6 +283,20 @@ class Estimator:
             if self._trusted(fit, error, dims, times=2) and (usable is None or error < usable.error):
                 usable = replace(prediction, trusted=True)
         return usable or best
+
+    def is_told_better_by(self, given: Mapping[Key, tuple[int, ...]], dims: Iterable[tuple[str, int]]) -> bool:
+        """Whether steps go by the shapes of what the model is given rather than by their batches, see `tells_more`.
+
+        Args:
+            given: Size of a batch -> that shape.
+            dims: Of the latest batch.
+        """
+        names = names_of(tuple(sorted(dims)))
+        structure = self.observed.latest(names)
+        if structure is None:
+            return False
+        fit, measured = self._timely_fit(structure, None, names), self.observed.of(structure, names)
+        return tells_more(given, measured, fit, structure, self.resident_bytes)
 
     def completed(self, dims: Mapping[str, int], named: Collection[str]) -> dict[str, int]:
         """A size of which some dimensions were named: those that always followed from others do so here."""

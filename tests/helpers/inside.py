@@ -267,6 +267,30 @@ def answers_that_vary_late(chance: random.Random, number: int) -> dict[str, list
     return {"questions": texts(chance), "answers": ["ab" * (20 if number < 14 else chance.randint(20, 90))] * 4}
 
 
+def pair(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """A better and a worse answer to the same questions, each padded for itself."""
+    generator, lengths = torch.Generator().manual_seed(number), [chance.randrange(16, 97, 4) for _ in range(2)]
+    ids = [torch.randint(1, 64, (3, length), generator=generator) for length in lengths]
+    return {"chosen": ids[0], "rejected": ids[1]}
+
+
+def question_and_pair(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """With the questions in front."""
+    length, generator = chance.randrange(8, 41, 4), torch.Generator().manual_seed(1000 + number)
+    return {"question": torch.randint(1, 64, (3, length), generator=generator), **pair(chance, number)}
+
+
+def preferred(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Both answers in one batch of the model's, as long as the longer one."""
+    answers = [batch["chosen"], batch["rejected"]]
+    longest = max(answer.shape[1] for answer in answers)
+    ids = torch.cat([functional.pad(answer, (0, longest - answer.shape[1])) for answer in answers])
+    if "question" in batch:
+        ids = torch.cat([batch["question"].repeat(2, 1), ids], 1)
+    loss: torch.Tensor = model(ids, torch.arange(len(ids)) // 3).loss
+    return loss
+
+
 CASES = {
     "texts": Case(TinyText, lambda c, n: {"texts": texts(c), "labels": labels_of(c)}, classified, 20),
     "texts beside tensors": Case(
@@ -293,6 +317,8 @@ CASES = {
         )
         for handed in ("dict", "tuple", "packed")
     },
+    "the longer of two": Case(TinyText, pair, preferred, 24, 40),
+    "a question and the longer of two": Case(TinyText, question_and_pair, preferred, 24, 48),
     "lists of images": Case(Detector, lists, lambda model, batch: model(*batch).loss, 10, 48),
 }
 

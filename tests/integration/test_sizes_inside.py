@@ -39,6 +39,7 @@ WAYS = "How people train"
 CONFORMING = {
     "two texts, one model": "two texts that the training step tokenises, one encoder for both",
     "resized": "images that the training step resizes, each time to another resolution",
+    "the longer of two": "a better and a worse answer, which the training step pads to the longer one",
     "lists of images": "lists of images of any sizes that the model pads itself, as detectors do",
 }
 
