@@ -42,10 +42,12 @@ def is_contradicted(
         fit_of: The fit of all sizes of a shape that have one value of some dimension; None where there is none yet.
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
     """
-    parts = [*(with_value(name, value) for name, value in key if name == "batch"), None]
-    for (structure, known), part in product(observed.sizes.items(), parts):
+    batch = next((with_value(name, value) for name, value in key if name == "batch"), None)
+    for (structure, known), part in product(observed.sizes.items(), dict.fromkeys([batch, None])):
         alike = observed.of(structure, names_of(key)) if key in known else {}
         others = [other for other in those_in(part, alike) if other != key]
+        if part is None and batch is not None and len(those_in(batch, alike)) > len(others):  # all of them, once more
+            continue
         if len(others) < FEWEST_OTHERS or (len(others) > MOST_OTHERS and len(others) % MOST_OTHERS):
             continue
         whole = fit_of(structure, part, names_of(key))
