@@ -45,21 +45,22 @@ class Gone(NamedTuple):
 
 
 def highest_twice(structure: Structure, value: NDArray[np.int64]) -> list[int]:
-    """Times at which memory was highest both before and after loose storages are let go of, as far as is known.
+    """Times at which memory was highest both before and after a loose storage is let go of, as far as is known.
 
-    What is there before that has them in it, whoever holds them; what is there afterwards does if an option holds them.
-    So there are two positions of such a time.
+    What is there before that has it in it, whoever holds it; what is there afterwards does if an option holds it. So
+    there are two positions of such a time. Where letting go changes nothing of one, and as much of another as it has,
+    memory was highest once, between the two.
 
     Args:
         structure: The step's shape.
         value: Shape (columns,); the fitted columns for its size.
     """
-    ends: dict[int, tuple[int, int]] = {}
-    for loose in structure.loose:
-        if loose.was_held and not loose.lasts and loose.since_time is not None and loose.ends_there:
-            ending, size = ends.get(loose.since_time - 1, (0, 0))
-            ends[loose.since_time - 1] = ending + int(value[loose.ending]), size + int(value[loose.size])
-    return [time for time, (ending, size) in ends.items() if 0 < ending < size]
+    found = {}
+    for each in structure.loose:
+        ends_there = each.was_held and not each.lasts and each.ends_there
+        if ends_there and each.since_time is not None and 0 < value[each.ending] < value[each.size]:
+            found[each.since_time - 1] = True
+    return list(found)
 
 
 def gone(structure: Structure, value: NDArray[np.int64], places: Places) -> Iterator[Gone]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -442,3 +442,27 @@ def test_views_of_one_storage_count_once(share: float) -> None:
 def test_probabilities_that_are_saved_and_handed_over_count_once(share: float, actions: list[str] | None) -> None:
     """While somebody holds them besides; and no recomputation or recipe frees them then."""
     check(Reader, share, actions)
+
+
+class Outer(nn.Module):
+    """What its first block is given outlives the other blocks' table, and a higher moment lies between."""
+
+    def __init__(self, quarters: int) -> None:
+        super().__init__()
+        self.quarters = quarters
+        self.embed, self.first = nn.Embedding(64, WIDTH), Block()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        n = ids.shape[1]
+        outer = torch.zeros(BATCH, n, n).add_(0.1)
+        x = through(self.blocks, self.first(self.embed(ids), outer))[0]
+        torch.zeros(BATCH, n * self.quarters // 4, 8 * n)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("quarters", [4, 6])
+def test_what_dies_before_the_peak_counts_although_something_dies_after_it(quarters: int) -> None:
+    """In the same interval, and given to another block: each counts by itself."""
+    check(partial(Outer, quarters), 0.9, ["recompute"])

@@ -13,7 +13,7 @@ from lightning_mimose.predict.rows import kept_timeline
 from lightning_mimose.predict.shapes import CallShape, LooseShape, Position, Resident
 from lightning_mimose.predict.structure import Structure
 
-BEFORE, AFTER, X, MASK = 100, 90, 40, 10
+BEFORE, AFTER, X, MASK = 105, 90, 40, 10
 """The level as the block has returned, then without what it was given, and what that was."""
 OWN = {"saved": 30, "working": 35, "before_backward": 60, "flops": 1, "besides": 0, "tensors": 3, "given": 50}
 OWN |= {"returned": 20, "entry": 0, "lean": 20}
@@ -45,13 +45,15 @@ def structure(ending: tuple[int, int]) -> tuple[Structure, NDArray[np.float64]]:
 
 
 RESIDENT = Resident(0, 0, zeroes_gradients=True, update_bytes=0)
-PARTLY = (40, 0)
-"""By how much it is lower without either, one after the other: before that it is at 100, afterwards at 90 to 140."""
+PARTLY = (35, 0)
+"""By how much it is lower without either, one after the other: before that it is at 105, afterwards at 90 to 140."""
+BETWEEN = (40, 0)
+"""Likewise, where it is highest when the first one is gone and the second is not."""
 
 
-@pytest.mark.parametrize(("ending", "times"), [(PARTLY, [2]), ((0, 0), []), ((X, MASK), [])])
+@pytest.mark.parametrize(("ending", "times"), [(PARTLY, [2]), (BETWEEN, []), ((0, 0), []), ((X, MASK), [])])
 def test_a_time_is_looked_at_twice_if_it_is_known_to_be_high_twice(ending: tuple[int, int], times: list[int]) -> None:
-    """Where letting go changes nothing, or all of it, one position tells everything."""
+    """Where letting go of each changes nothing, or all of it, one position tells everything."""
     made, values = structure(ending)
     assert highest_twice(made, np.rint(values).astype(np.int64)) == times
 
@@ -66,6 +68,16 @@ def test_who_holds_both_pays_for_them_after_the_moment_and_not_before() -> None:
     assert (timeline.base_bytes[first], timeline.base_bytes[second]) == (BEFORE, AFTER)
     level = timeline.level_bytes(timeline.chosen({"block": "recompute"}))
     assert (level[first], level[second]) == (BEFORE - 30, AFTER + X + MASK - 30)
+
+
+def test_who_holds_what_is_gone_where_it_is_highest_pays_for_it_there() -> None:
+    """Although something else is let go of after that, in the same interval."""
+    made, values = structure(BETWEEN)
+    assert kept_timeline(made, values, RESIDENT).base_bytes[1] == AFTER + MASK
+    timeline = assemble(made, values, RESIDENT, rates=Rates(1e-9), minimum_share=0.0)
+    (only,) = (i for i, label in enumerate(timeline.labels) if label == "out block")
+    assert timeline.base_bytes[only] == AFTER + MASK
+    assert timeline.level_bytes(timeline.chosen({"block": "recompute"}))[only] == AFTER + X + MASK - 30
 
 
 def test_what_is_gone_is_told_once_for_each_position() -> None:
