@@ -53,7 +53,8 @@ class Call:
         twins: The same, each with what its recomputation left there.
         held: Those of `returned` and `left` that somebody else holds when the backward pass begins.
         gone: Storage id of `returned` and `left` -> the interval of the forward in which it went, or that begins with
-            that, see `StepTrace.ended`.
+            that, see `StepTrace.ended`; or of backward, where the region would have saved it. Of a region also of
+            those that only calls inside it have returned.
         marks: Name of a mark ("in", "out", "again", "again_out", "backward") -> index of its interval; "dropped" is the
             interval in which the graph of a region went, with or without a backward.
         flops: Floating-point operations of its recomputation, up to the last tensor saved.
@@ -102,6 +103,14 @@ class Call:
     def key(self) -> str:
         """Identifies the call across steps."""
         return call_key(self.unit, self.occurrence)
+
+    @property
+    def region(self) -> Call | None:
+        """The call that it is in, or is itself, and that was recomputed."""
+        call: Call | None = self
+        while call is not None and call.action != RECOMPUTE:
+            call = call.parent
+        return call
 
     @property
     def is_unseen(self) -> bool:

@@ -111,10 +111,11 @@ class StepRecorder:
         the graph of `loss`: a storage that only regions hold would be free if they were kept.
         """
         self.inputs.look()
-        for call, number, storage in self._outputs:
-            if storage() is not None:
-                call.held.add(number)
-        self._outputs.clear()
+        there = [each for each in self._outputs if each[2]() is not None]
+        for call, number, _ in there:
+            call.held.add(number)
+        # What a region would have saved, and others hold: it goes in backward, mostly before the region runs again.
+        self._outputs[:] = [each for each in there if each[1] in (each[0].region or each[0]).packed]
         if loss is not None and loss.grad_fn is not None:
             for tensor in saved_in_graph(loss.grad_fn):
                 self._saved_between.update(self._storages.in_order(tensor))
@@ -283,9 +284,11 @@ class StepRecorder:
         a region tells nothing of a forward that keeps everything, and what is in a cycle goes whenever Python looks for
         those: then the interval that is open is cut.
         """
-        elsewhere = self.replays.running or torch._C._current_graph_task_id() != -1
+        elsewhere = self.replays.running or (torch._C._current_graph_task_id() != -1 and not self.replays.in_backward)
         if elsewhere or self._in_region or self._cycles.searching:
             self._curve.cut(call.key, IS_GONE, number)
+        elif self.replays.in_backward:
+            self._curve.ends_in_backward(call.key, number)
         else:
             self._curve.ends(call.key, number)
 
@@ -294,15 +297,17 @@ class StepRecorder:
         return any(call.action == RECOMPUTE for call in self._stack)
 
     def _number_until_backward(self, call: Call, storage: torch.UntypedStorage) -> int:
-        number, recorder = self._storages.number(storage), weakref.ref(self)
+        number, recorder, region = self._storages.number(storage), weakref.ref(self), call.region
 
         def goes(_: Any) -> None:
             live = recorder()
-            waiting = live is not None and not live.replays.in_backward and not live._curve.over
-            if live is not None and waiting and number not in call.gone:  # once for all views of it
-                if call.action == RECOMPUTE and number in call.packed:
-                    live._goes(call, number)
-                call.gone[number] = live._curve.latest
+            if live is None or live._curve.over or (live.replays.in_backward and number not in call.held):
+                return
+            # Once for all views of it, and all calls in a region that have returned it.
+            if region is not None and "out" in region.marks and number in region.packed and number not in region.gone:
+                live._goes(region, number)
+                region.gone[number] = live._curve.latest
+            call.gone.setdefault(number, live._curve.latest)
 
         self._outputs.append((call, number, weakref.ref(storage, goes)))
         return number

@@ -97,6 +97,7 @@ class Curve:
         """Open an interval; returns its index."""
         assert self._meter is not None
         while self._due:
+            self._due -= 1
             self._open_end()
         self._meter.mark()
         # On CPU a meter sees the thread it was started in, and a backward may run in another one.
@@ -132,14 +133,33 @@ class Curve:
         if not self._due or self._owners[-1] is None or threading.get_ident() != self._thread:
             self.cut(key, IS_GONE, number)
             return
+        self._due -= 1
+        self._ends(number)
+
+    def ends_in_backward(self, key: str, number: int) -> None:
+        """The same in backward, where a loss lets go of what it held: at the same point of every step.
+
+        So each of these opens an interval. What goes in the backward of a call cuts that one's.
+
+        Args:
+            key: Of the call.
+            number: What goes.
+        """
+        if self.ended.get(self.latest) == number:
+            return
+        if self._owners[-1] is None or (self._marks[-1].owner != "step" and self._marks[-1].name != END_OF):
+            self.cut(key, IS_GONE, number)
+        else:
+            self._ends(number)
+
+    def _ends(self, number: int) -> None:
+        assert self._meter is not None
         self._open_end()
         self.ended[self.latest] = number
-        assert self._meter is not None
         self._meter.expect_free()
 
     def _open_end(self) -> None:
         assert self._meter is not None
-        self._due -= 1
         before = next(mark for mark in reversed(self._marks) if mark.name != END_OF)
         self._meter.mark()
         self._open(result_at(f"{before.name} {before.owner}"), END_OF)

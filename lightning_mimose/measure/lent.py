@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.trace import IS_GONE, Event, StepTrace
 from lightning_mimose.menu import RECOMPUTE
+from lightning_mimose.predict.shapes import NEVER
 
 
 class SavedBy(NamedTuple):
@@ -18,12 +19,14 @@ class SavedBy(NamedTuple):
         only: Storage id -> bytes of these.
         storages: Storage id -> bytes of all that it saves.
         held: Storages that somebody else holds.
+        inside: The calls nested in it.
     """
 
     nbytes: int
     only: dict[int, int]
     storages: dict[int, int]
     held: set[int]
+    inside: tuple[Call, ...] = ()
 
 
 class Lent(NamedTuple):
@@ -49,20 +52,29 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
 
     A block that returns its attention's probabilities besides its result saves them as well. Recomputed, it does not
     save them in forward, but whoever was handed them holds them, until the next block's are handed over, say: to count
-    them as saved beside what is alive would be to count them twice.
+    them as saved beside what is alive would be to count them twice. So it is with what a hook inside the block took,
+    and what a loss holds until its own backward.
 
     Args:
         trace: The recorded step.
         call: A call.
         saved: What it saves.
     """
-    may_be = call.cached_bytes > 0 or any(kept in saved.storages for _, kept in call.pairs)
-    returned = {kept: given for given, kept in call.pairs if kept in saved.only and given in call.gone}
+    pairs = [(given, kept, each.gone.get(given)) for each in (call, *saved.inside) for given, kept in each.pairs]
+    may_be = call.cached_bytes > 0 or any(kept in saved.storages for _, kept, _ in pairs)
+    # What went in its own forward nobody else held, and what goes in its own backward counts as its own.
+    first, last = call.marks.get("out", -1), call.marks.get("backward", NEVER)
+    gone = {given: at for given, _, at in pairs if at is not None and first <= at < last}
+    returned = {kept: given for given, kept, _ in pairs if kept in saved.only and given in gone}
+    late = {
+        kept: given for kept, given in returned.items() if any(given in each.held for each in (call, *saved.inside))
+    }
+    returned = late or returned  # those that are there when backward begins: that is where steps are highest
     if not returned or call.cached_bytes:
         # Both at once end at different times; casts are more.
         return Lent(may_be, min(call.cached_bytes, saved.nbytes), call.cached_until, frozenset())
     nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
-    until = min(call.gone[given] for given in returned.values())
+    until = min(gone[given] for given in returned.values())
     if trace.ended.get(until) in returned.values():
         # It goes when that interval begins; what else of it is there for a part of that is counted as spared in it.
         return Lent(may_be, nbytes, until, frozenset(returned))
@@ -71,8 +83,8 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         return Lent(may_be, nbytes, until + 1, frozenset(returned))
     found = Lent(may_be, nbytes, until, frozenset(returned))
     ends = [trace.ends.get((call.key, IS_GONE, given)) for given in returned.values()]
-    first = min((index for index in ends if index is not None and trace.pieces[index].mark == until), default=None)
-    end = None if first is None else trace.pieces[first].event
+    piece = min((index for index in ends if index is not None and trace.pieces[index].mark == until), default=None)
+    end = None if piece is None else trace.pieces[piece].event
     return found if end is None else found._replace(until=until + 1, end=end)
 
 

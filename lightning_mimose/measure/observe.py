@@ -314,8 +314,11 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
 def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call], state_bytes: int) -> dict[int, SavedBy]:
     """What recomputing each call would free, by its identity."""
     members: dict[int, list[Call]] = {}
+    given_to: dict[int, set[int]] = {}
     for call in calls:
         members.setdefault(id(region_of[id(call)]), []).append(call)
+        for number in call.inputs:
+            given_to.setdefault(number, set()).add(id(region_of[id(call)]))
     found = {}
     for call in calls:
         region = region_of[id(call)]
@@ -327,12 +330,22 @@ def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call], state_bytes: 
                 held |= other.saved.keys()
                 if not call.within(other):
                     held |= other.inputs.keys()
-        held.update(kept for given, kept in region.pairs if given in region.held)
+        # What other regions were given is there until they are over, and what else holds it may let go of it before.
+        again = region.marks.get("again", NEVER)
+        held.update(
+            kept
+            for other in family
+            for given, kept in other.pairs
+            if given in other.held
+            and (other.gone.get(given, NEVER) >= again or given_to.get(given, set()) - {id(region)})
+        )
         mine: dict[int, int] = {}
         for c in inside:
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
-        found[id(call)] = SavedBy(max(0, sum(only.values()) - state_bytes), only, mine, held)
+        found[id(call)] = SavedBy(
+            max(0, sum(only.values()) - state_bytes), only, mine, held, tuple(c for c in inside if c is not call)
+        )
     return found
 
 

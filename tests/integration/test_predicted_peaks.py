@@ -22,6 +22,7 @@ from tests.helpers.models import Batch, TinyText, text_batch
 WIDTH = 48
 LENGTHS = (40, 17, 33, 26, 21, 37, 30)
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
+JUDGED = (), (0,), (2,), (0, 1, 2)
 
 
 class Block(nn.Module):
@@ -275,6 +276,66 @@ class Decoder(Net):
         return x
 
 
+class Judged(Net):
+    """Looks at the probabilities of all blocks in its loss, which lets go of them before any block runs again."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, found = sum(embedding(ids) for embedding in self.embeddings), []
+        for layer in self.layers:
+            x, *probabilities = layer(x, self.table)
+            found += probabilities
+        return self.head(x).square().mean() + self.judged(found)
+
+    def judged(self, found: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the probabilities."""
+        return torch.stack([each.square().mean() for each in found]).sum()
+
+
+class Overheard(Judged):
+    """Takes them by hooks inside of blocks, which return nothing of them."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.heard: list[torch.Tensor] | None = None
+        for layer in self.layers:
+            layer.looks.register_forward_hook(lambda module, args, out: self.hear(out[1]))
+
+    def hear(self, probabilities: torch.Tensor) -> None:
+        """Only in a forward, not when blocks run again."""
+        if self.heard is not None:
+            self.heard.append(probabilities)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.heard = []
+        return super().forward(ids)
+
+    def judged(self, found: list[torch.Tensor]) -> torch.Tensor:
+        heard, self.heard = self.heard, None
+        return super().judged(heard or found)
+
+
+class Looks(Block):
+    """Attention alone."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.attention(x)
+
+
+class Nesting(nn.Module):
+    """Attention in a module of its own, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.mlp = (
+            Looks(),
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
+        )
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, _ = self.looks(x)
+        return (x + self.mlp(x),)
+
+
 class Holding(Net):
     """Holds what it made for one batch until the next; its optimizer's update takes the most."""
 
@@ -394,6 +455,21 @@ def test_results_that_are_let_go_of_before_the_most_is_taken(layers: tuple[int, 
     Of the last two blocks in one stretch between two units, one after the other.
     """
     check(MaskingAndReturning, {f"layers.{index}": action for index in layers}, make=Decoder)
+
+
+@pytest.mark.parametrize(("block", "make"), [(Returning, Judged), (Nesting, Overheard)])
+@pytest.mark.parametrize(
+    ("action", "layers"),
+    [
+        *((action, layers) for action in ("lean+products", "recompute", "recompute+lean") for layers in JUDGED),
+        *(("lean", layers) for layers in JUDGED if layers != (2,)),  # too high by the probabilities of the last block
+    ],
+)
+def test_results_that_a_loss_looks_at(
+    block: Callable[[], nn.Module], make: Callable[..., nn.Module], action: str, layers: tuple[int, ...]
+) -> None:
+    """Blocks that are kept save them to their own backward, longer than the loss; they are there once until then."""
+    check(block, {f"layers.{index}": action for index in layers}, make=make)
 
 
 @pytest.mark.parametrize("action", [None, "recompute"])
