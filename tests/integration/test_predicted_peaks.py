@@ -213,6 +213,21 @@ class Widening(nn.Module):
         return (x + (steps[..., None] * self.rates * values[..., None]).sum(-1),)
 
 
+class Quantizing(nn.Module):
+    """Looks up the nearest of some codes, by a graph that is gone when they are found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 32 * WIDTH).view(32, WIDTH).sin())
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nearest = torch.cdist(x.transpose(0, 1).reshape(-1, WIDTH), self.codes).argmin(1)
+        found = self.codes[nearest].view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
+        missed = functional.mse_loss(x, found.detach(), reduction="none")
+        return (self.out(x + (found - x).detach()) + missed,)
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -455,6 +470,18 @@ def test_results_that_are_let_go_of_before_the_most_is_taken(layers: tuple[int, 
     Of the last two blocks in one stretch between two units, one after the other.
     """
     check(MaskingAndReturning, {f"layers.{index}": action for index in layers}, make=Decoder)
+
+
+def test_what_only_a_graph_has_saved_that_is_gone_spares_nothing() -> None:
+    """Although it could be rebuilt from what is saved after that."""
+    options: set[tuple[str, str]] = set()
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        options.update(timeline.option_index)
+        return {}
+
+    train(lambda: Net(Quantizing), batches(), "2GB", loss, planner=planner, units=["layers.*"])
+    assert {action for unit, action in options if unit == "layers.0"} == {"recompute", "recompute+lean"}
 
 
 @pytest.mark.parametrize(("block", "make"), [(Returning, Judged), (Nesting, Overheard)])

@@ -186,10 +186,13 @@ class LeanSurvey:
 
     def _told(self, saved: Saved) -> None:
         """A tensor that may be worth a recipe was saved."""
-        if self._is_lost:
+        found = self._by_storage.get(saved.storage)
+        if saved.again:  # as it was when it was shown first, whatever is saved now
+            if found is None:
+                return
+        elif self._is_lost:
             self._lost[saved.storage] = True
             return
-        found = self._by_storage.get(saved.storage)
         self._on_host = saved.tensor.device.type == "cpu"
         if found is None:
             found = self._by_storage[saved.storage] = _Found(self._identify(saved.storage), saved.storage.nbytes())
