@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from weakref import WeakKeyDictionary
 
 _running: WeakKeyDictionary[threading.Thread, tuple[int, Callable[[], object] | None]] = WeakKeyDictionary()
@@ -22,7 +23,7 @@ def start(name: str, run: Callable[[], object], stop: Callable[[], object] | Non
     Args:
         name: Of the thread.
         run: What it runs.
-        stop: Called when the interpreter ends, before it is waited for.
+        stop: Called when the interpreter ends, before any thread is waited for; does not wait itself.
 
     Returns:
         The thread, which runs.
@@ -34,17 +35,22 @@ def start(name: str, run: Callable[[], object], stop: Callable[[], object] | Non
         [1]
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
-    atexit.unregister(_end)
-    atexit.register(_end)  # the last one runs first
-    _running[thread] = os.getpid(), stop
     thread.start()
+    _ending()
+    _running[thread] = os.getpid(), stop
     return thread
 
 
+@cache
+def _ending() -> None:
+    """At the first use, and once."""
+    atexit.register(_end)
+
+
 def _end() -> None:
-    mine = {thread: stop for thread, (process, stop) in _running.items() if process == os.getpid()}
-    for stop in mine.values():
+    mine = [(thread, stop) for thread, (process, stop) in [*_running.items()] if process == os.getpid()]
+    for _, stop in mine:
         if stop is not None:
             stop()
-    for thread in mine:
+    for thread, _ in mine:
         thread.join()

@@ -9,8 +9,8 @@ Sizes are read in the batch (level 0) until one of these is seen:
   different shapes (`inputs`). Such a step recomputes all it may from there on, and from the next one on sizes are read
   one level further inside; where that does not help a unit that is not the first, they are read where they were again.
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
-- Steps go by the shape of what comes to the first unit, and far less by what batches show (two texts that are padded to
-  the longer one).
+- Steps go by the shape of what comes to the first unit, and by what batches show they are described badly (two texts
+  that are padded to the longer one).
 
 Level n is the nth call, from outside, of a module that holds units: level 1 is mostly the whole model's. Calls with
 lists of tensors do not count, for these are mostly made into one tensor further inside. The first unit's own call is
@@ -105,6 +105,8 @@ class Inlets:
         self._next: tuple[int, bool] | None = None
         """Level and whether sizes have several entries, from the next step on."""
         self._step: Sized | None = None
+        self._looked_at = 0
+        """Of how many sizes it was seen whether what the model is given tells more."""
         self._waits = self._at_unit = self._called = self._blind = False
         self._passed = 0
         self._size: BatchSize | None = None
@@ -142,8 +144,13 @@ class Inlets:
 
     def look(self, size: BatchSize) -> None:
         """A step was learnt from: see whether what came to its first unit tells more of it than its batch."""
-        if self._advisor.estimator.is_told_better_by(self._inputs.given, size.dims):
-            self.rise("what the model is given tells more of steps than their batches do")
+        estimator = self._advisor.estimator
+        if self._fixed or len(estimator) == self._looked_at:  # no size is new
+            return
+        self._looked_at = len(estimator)
+        told_better = estimator.is_told_better_by(self._inputs.given, size.dims)
+        if told_better and self.rise("what the model is given tells more of steps than their batches do"):
+            self._risen = None  # sizes are not read again where they were before that
 
     def rise(self, why: str) -> bool:
         """Read sizes further inside from the next step on; returns whether that is possible."""

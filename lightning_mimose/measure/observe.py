@@ -76,10 +76,10 @@ def observe(
     region_of = {id(call): _region(call) for call in trace.calls}
     inputs, peak_bytes = loose_inputs(trace), trace.peak_bytes
     trace, until = held_to_ends(trace, inputs, region_of)
-    by_call = _saved_by(trace.calls, region_of, state_bytes)
+    holding = _held_until(trace, region_of)
+    by_call = _saved_by(trace.calls, region_of, holding, state_bytes)
     saved = {key: each.nbytes for key, each in by_call.items()}
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
-    holding = _held_until(trace, region_of)
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
@@ -311,14 +311,16 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
     return tuple(parents[unit] for unit in units)
 
 
-def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call], state_bytes: int) -> dict[int, SavedBy]:
+def _saved_by(
+    calls: tuple[Call, ...], region_of: dict[int, Call], holding: dict[int, int], state_bytes: int
+) -> dict[int, SavedBy]:
     """What recomputing each call would free, by its identity."""
     members: dict[int, list[Call]] = {}
-    given_to: dict[int, set[int]] = {}
+    given_to: dict[int, list[Call]] = {}
     for call in calls:
         members.setdefault(id(region_of[id(call)]), []).append(call)
         for number in call.inputs:
-            given_to.setdefault(number, set()).add(id(region_of[id(call)]))
+            given_to.setdefault(number, []).append(region_of[id(call)])
     found = {}
     for call in calls:
         region = region_of[id(call)]
@@ -330,15 +332,13 @@ def _saved_by(calls: tuple[Call, ...], region_of: dict[int, Call], state_bytes: 
                 held |= other.saved.keys()
                 if not call.within(other):
                     held |= other.inputs.keys()
-        # What other regions were given is there until they are over, and what else holds it may let go of it before.
-        again = region.marks.get("again", NEVER)
-        held.update(
-            kept
-            for other in family
-            for given, kept in other.pairs
-            if given in other.held
-            and (other.gone.get(given, NEVER) >= again or given_to.get(given, set()) - {id(region)})
-        )
+        # Somebody holds it until the region runs again; or another one that is over right before it begins to.
+        begins, again = region.marks.get("backward", NEVER), region.marks.get("again", NEVER)
+        for given, kept in ((given, kept) for other in family for given, kept in other.pairs if given in other.held):
+            gone = min((other.gone[given] for other in family if given in other.gone), default=NEVER)
+            others = (each for each in given_to.get(given, ()) if each is not region and each.action == RECOMPUTE)
+            if gone >= again or any(holding[id(each)] >= begins - 1 for each in others):
+                held.add(kept)
         mine: dict[int, int] = {}
         for c in inside:
             mine.update(c.saved)

@@ -144,13 +144,17 @@ class Scheduler:
 
     def close(self) -> None:
         """Forget what waits, end the thread and wait for it. Nobody is called back afterwards; may be called twice."""
+        thread = self._end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _end(self) -> threading.Thread | None:
+        """Let the thread end, if there is one."""
         with self._changed:
             self._closed = True
             self._questions.clear()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            return self._thread
 
     def beside(self, question: Question) -> None:
         """Have a question answered by the thread, which is started if there is none."""
@@ -160,7 +164,7 @@ class Scheduler:
             self._questions.append(question)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threads.start("mimose-planner", self._answer_all, self.close)
+                self._thread = threads.start("mimose-planner", self._answer_all, self._end)
 
     def _answer_all(self) -> None:
         """The thread: the newest question first, since its batch was the last one seen."""

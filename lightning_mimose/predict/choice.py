@@ -225,7 +225,7 @@ def _best(
             best, basis, loose = check, candidate, left
         if not left:
             break
-    if partial is not None and best.error > (EXACT_ERROR if partial[0].error <= EXACT_ERROR else GOOD_ERROR):
+    if partial is not None and best.error > EXACT_ERROR:  # only one that is exact may rest on single sizes
         best, basis = partial
     return best, basis
 

@@ -291,12 +291,15 @@ class Estimator:
             given: Size of a batch -> that shape.
             dims: Of the latest batch.
         """
-        names = names_of(tuple(sorted(dims)))
+        key = tuple(sorted(dims))
+        names = names_of(key)
         structure = self.observed.latest(names)
-        if structure is None:
+        if structure is None or not given:
             return False
-        fit, measured = self._timely_fit(structure, None, names), self.observed.of(structure, names)
-        return tells_more(given, measured, fit, structure, self.resident_bytes)
+        alike = (with_value(name, value) for name, value in key if name == "batch")
+        fits = [self._timely_fit(structure, part, names) for part in (*alike, None)]
+        best = min((fit for fit in fits if fit is not None), key=lambda fit: fit.error, default=None)
+        return tells_more(given, self.observed.of(structure, names), best, structure, self.resident_bytes)
 
     def completed(self, dims: Mapping[str, int], named: Collection[str]) -> dict[str, int]:
         """A size of which some dimensions were named: those that always followed from others do so here."""

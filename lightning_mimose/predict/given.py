@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_mimose.predict.checking import EXACT_ERROR, GOOD_ERROR
+from lightning_mimose.predict.checking import GOOD_ERROR
 from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.maxima import Measured
@@ -33,16 +33,16 @@ def tells_more(
     Args:
         given: Size of a batch -> shape of what came to the first unit.
         measured: Size of a batch -> what was measured of its step.
-        fit: What is made of these sizes; None where there is nothing yet.
+        fit: The best that is made of these sizes; None where there is nothing yet.
         structure: What the columns are.
         resident_bytes: See `best_fit`.
     """
     known = [key for key in measured if key in given]
     fewest = max(FEWEST_SIZES, SIZES_PER_DIMENSION * (0 if fit is None else len(fit.basis.dims)))
-    if len(known) % fewest or not known:  # to look each time takes too long
+    if not known or len(known) % fewest:  # to look each time takes too long
         return False
-    if fit is None or fit.error <= EXACT_ERROR or len({len(given[key]) for key in known}) > 1:
+    if fit is None or fit.error <= GOOD_ERROR or len({len(given[key]) for key in known}) > 1:
         return False
-    shapes = [{"batch" if i == 0 else str(i): n for i, n in enumerate(given[key])} for key in known]
+    shapes = [{"batch" if i == 0 else f"given:{i}": n for i, n in enumerate(given[key])} for key in known]
     found = best_fit(shapes, [measured[key] for key in known], structure, resident_bytes)
     return found.error <= min(GOOD_ERROR, BETTER * fit.error)

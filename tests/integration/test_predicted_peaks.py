@@ -329,6 +329,25 @@ class Overheard(Judged):
         return super().judged(heard or found)
 
 
+class Judge(nn.Module):
+    """Looks at probabilities."""
+
+    def forward(self, *found: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each.square().mean() for each in found]).sum()
+
+
+class Refereed(Judged):
+    """Has a module for that, which is over before any block runs again."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.judge = Judge()
+
+    def judged(self, found: list[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.judge(*found)
+        return loss
+
+
 class Looks(Block):
     """Attention alone."""
 
@@ -497,6 +516,13 @@ def test_results_that_a_loss_looks_at(
 ) -> None:
     """Blocks that are kept save them to their own backward, longer than the loss; they are there once until then."""
     check(block, {f"layers.{index}": action for index in layers}, make=make)
+
+
+@pytest.mark.parametrize("layers", JUDGED)
+@pytest.mark.parametrize("action", ["lean+products", "recompute"])
+def test_results_that_another_unit_looks_at(action: str, layers: tuple[int, ...]) -> None:
+    """It is over before any block runs again, and holds them no longer."""
+    check(Returning, {f"layers.{index}": action for index in layers}, ("judge",), Refereed)
 
 
 @pytest.mark.parametrize("action", [None, "recompute"])
