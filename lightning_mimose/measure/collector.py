@@ -278,7 +278,7 @@ class StepRecorder:
             self._curve.cut("", LET_GO, number)
 
     def _goes(self, call: Call, number: int) -> None:
-        """Nobody holds a result of a region any more that the region would have saved.
+        """Nobody holds a result of a region, or of a call inside it, any more that the region would have saved.
 
         Kept, it is there all the same; recomputed, what comes after that is another stretch. What goes in the midst of
         a region tells nothing of a forward that keeps everything, and what is in a cycle goes whenever Python looks for

@@ -126,7 +126,8 @@ class StepTrace:
             them -> the interval in which that happened; `NEVER` if others held them longer.
         asked: Keys of calls inside regions -> the interval in which backward first asked for something that they had
             saved, and what was there then, relative as in `Interval`.
-        ended: Interval -> the storage that goes when it begins: a region had returned it, and would have saved it.
+        ended: Interval -> the storage that goes when it begins: a region, or a call inside it, had returned it, and
+            the region would have saved it.
     """
 
     calls: tuple[Call, ...]

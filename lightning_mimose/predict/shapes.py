@@ -12,7 +12,8 @@ from typing import NamedTuple
 NEVER = 1 << 60
 """The time of an event that does not happen."""
 END_OF = "end of"
-"""Name of a position from which on something is gone that a call had returned and would have saved, see `result_at`."""
+"""Name of a position from which on something is gone that a call had returned, and the region around it would have
+saved, see `result_at`."""
 
 
 def result_at(label: str) -> str:
