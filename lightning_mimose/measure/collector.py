@@ -284,13 +284,12 @@ class StepRecorder:
         a region tells nothing of a forward that keeps everything, and what is in a cycle goes whenever Python looks for
         those: then the interval that is open is cut.
         """
-        elsewhere = self.replays.running or (torch._C._current_graph_task_id() != -1 and not self.replays.in_backward)
+        in_backward = self.replays.in_backward
+        elsewhere = self.replays.running or (torch._C._current_graph_task_id() != -1 and not in_backward)
         if elsewhere or self._in_region or self._cycles.searching:
             self._curve.cut(call.key, IS_GONE, number)
-        elif self.replays.in_backward:
-            self._curve.ends_in_backward(call.key, number)
         else:
-            self._curve.ends(call.key, number)
+            self._curve.ends(call.key, number, in_backward=in_backward)
 
     @property
     def _in_region(self) -> bool:

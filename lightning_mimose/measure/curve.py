@@ -97,7 +97,6 @@ class Curve:
         """Open an interval; returns its index."""
         assert self._meter is not None
         while self._due:
-            self._due -= 1
             self._open_end()
         self._meter.mark()
         # On CPU a meter sees the thread it was started in, and a backward may run in another one.
@@ -121,45 +120,32 @@ class Curve:
         """
         self._due = MOST_ENDS
 
-    def ends(self, key: str, number: int) -> None:
+    def ends(self, key: str, number: int, *, in_backward: bool) -> None:
         """Something goes that a call has returned: opens an interval, if there is one to be, and else cuts one.
 
         Args:
             key: Of the call.
             number: What goes; several calls may have returned it, and all of them tell.
+            in_backward: Whether a loss lets go of it in its backward, at the same point of every step: then each opens
+                one. What goes in the backward of a call cuts that one's.
         """
         if self.ended.get(self.latest) == number:
             return
-        if not self._due or self._owners[-1] is None or threading.get_ident() != self._thread:
-            self.cut(key, IS_GONE, number)
-            return
-        self._due -= 1
-        self._ends(number)
-
-    def ends_in_backward(self, key: str, number: int) -> None:
-        """The same in backward, where a loss lets go of what it held: at the same point of every step.
-
-        So each of these opens an interval. What goes in the backward of a call cuts that one's.
-
-        Args:
-            key: Of the call.
-            number: What goes.
-        """
-        if self.ended.get(self.latest) == number:
-            return
-        if self._owners[-1] is None or (self._marks[-1].owner != "step" and self._marks[-1].name != END_OF):
-            self.cut(key, IS_GONE, number)
+        if in_backward:
+            opens = self._marks[-1].owner == "step" or self._marks[-1].name == END_OF
         else:
-            self._ends(number)
-
-    def _ends(self, number: int) -> None:
-        assert self._meter is not None
+            opens = self._due > 0 and threading.get_ident() == self._thread
+        if not opens or self._owners[-1] is None:
+            self.cut(key, IS_GONE, number)
+            return
         self._open_end()
         self.ended[self.latest] = number
+        assert self._meter is not None
         self._meter.expect_free()
 
     def _open_end(self) -> None:
         assert self._meter is not None
+        self._due = max(0, self._due - 1)
         before = next(mark for mark in reversed(self._marks) if mark.name != END_OF)
         self._meter.mark()
         self._open(result_at(f"{before.name} {before.owner}"), END_OF)

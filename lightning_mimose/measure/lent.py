@@ -60,15 +60,14 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         call: A call.
         saved: What it saves.
     """
-    pairs = [(given, kept, each.gone.get(given)) for each in (call, *saved.inside) for given, kept in each.pairs]
+    calls = (call, *saved.inside)
+    pairs = [(given, kept, each.gone.get(given)) for each in calls for given, kept in each.pairs]
     may_be = call.cached_bytes > 0 or any(kept in saved.storages for _, kept, _ in pairs)
     # What went in its own forward nobody else held, and what goes in its own backward counts as its own.
     first, last = call.marks.get("out", -1), call.marks.get("backward", NEVER)
     gone = {given: at for given, _, at in pairs if at is not None and first <= at < last}
     returned = {kept: given for given, kept, _ in pairs if kept in saved.only and given in gone}
-    late = {
-        kept: given for kept, given in returned.items() if any(given in each.held for each in (call, *saved.inside))
-    }
+    late = {kept: given for kept, given in returned.items() if any(given in each.held for each in calls)}
     returned = late or returned  # those that are there when backward begins: that is where steps are highest
     if not returned or call.cached_bytes:
         # Both at once end at different times; casts are more.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.checking import EXACT_ERROR, USABLE_ERROR
 from lightning_mimose.predict.fit import Fit
-from lightning_mimose.predict.fits import Part, those_in, with_value
+from lightning_mimose.predict.fits import Part, those_in, with_batch_of
 from lightning_mimose.predict.fitting import best_fit
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.paths import Key, names_of
@@ -42,12 +42,12 @@ def is_contradicted(
         fit_of: The fit of all sizes of a shape that have one value of some dimension; None where there is none yet.
         resident_bytes: What is resident besides activations: errors are shares of a step's whole peak.
     """
-    batch = next((with_value(name, value) for name, value in key if name == "batch"), None)
+    batch = with_batch_of(key)
     for (structure, known), part in product(observed.sizes.items(), dict.fromkeys([batch, None])):
         alike = observed.of(structure, names_of(key)) if key in known else {}
+        if part is None and batch is not None and len(those_in(batch, alike)) == len(alike):
+            continue  # the same as those with its batch
         others = [other for other in those_in(part, alike) if other != key]
-        if part is None and batch is not None and len(those_in(batch, alike)) > len(others):  # all of them, once more
-            continue
         if len(others) < FEWEST_OTHERS or (len(others) > MOST_OTHERS and len(others) % MOST_OTHERS):
             continue
         whole = fit_of(structure, part, names_of(key))
@@ -58,8 +58,9 @@ def is_contradicted(
         if fit.error > USABLE_ERROR or not fit.covers(dict(key)):
             continue
         values = np.array([fit.values_at(dict(key)), known[key].values])
-        (kept_bytes, _), missed = structure.summary(values)[0, :2], np.diff(structure.summary(values)[:, :2], axis=0)[0]
-        far = CONTRADICTED * max(fit.error_at(dict(key), resident_bytes), EXACT_ERROR) * (kept_bytes + resident_bytes)
+        told, found = structure.summary(values)[:, :2]
+        missed = found - told
+        far = CONTRADICTED * max(fit.error_at(dict(key), resident_bytes), EXACT_ERROR) * (told[0] + resident_bytes)
         if -missed[0] > far:
             return True
         if key == observed.oldest and _was_made_once(fit, key, missed, np.diff(structure.left(values))[0], far):

@@ -21,7 +21,7 @@ from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import Fit
-from lightning_mimose.predict.fits import Fits, Part, with_side, with_value
+from lightning_mimose.predict.fits import Fits, Part, with_batch_of, with_side, with_value
 from lightning_mimose.predict.given import tells_more
 from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
@@ -259,10 +259,9 @@ class Estimator:
         best: Prediction | None = None
         usable: Prediction | None = None
         names, scatter = names_of(key), self.observed.scatter.error_on(structure.path)
-        parts: list[Part | None] = [with_value("batch", dims["batch"])] if "batch" in dims else []
         # Where kernels change, sizes on the other side may go by no formula that is right for those on this one.
         sides = (with_side(name, dims[name], self._turns[name]) for name in self._turns.keys() & dims.keys())
-        parts += [None, *sides]
+        parts: list[Part | None] = [*dict.fromkeys([with_batch_of(key), None]), *sides]
         for part in parts:
             fit = self._fit(structure, part, names)
             if fit is None:
@@ -296,8 +295,7 @@ class Estimator:
         structure = self.observed.latest(names)
         if structure is None or not given:
             return False
-        alike = (with_value(name, value) for name, value in key if name == "batch")
-        fits = [self._timely_fit(structure, part, names) for part in (*alike, None)]
+        fits = [self._timely_fit(structure, part, names) for part in dict.fromkeys([with_batch_of(key), None])]
         best = min((fit for fit in fits if fit is not None), key=lambda fit: fit.error, default=None)
         return tells_more(given, self.observed.of(structure, names), best, structure, self.resident_bytes)
 

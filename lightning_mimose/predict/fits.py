@@ -54,6 +54,11 @@ def with_side(name: str, value: int, turns: Sequence[int]) -> Part:
     return name, range(first, min((turn for turn in turns if turn > value), default=NEVER))
 
 
+def with_batch_of(key: Key) -> Part | None:
+    """The sizes whose batches are as large as that of one size; None if it has no batch."""
+    return next((with_value(name, value) for name, value in key if name == "batch"), None)
+
+
 def those_in(part: Part | None, known: Iterable[Key]) -> list[Key]:
     """The sizes of a part.
 

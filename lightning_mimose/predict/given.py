@@ -37,11 +37,11 @@ def tells_more(
         structure: What the columns are.
         resident_bytes: See `best_fit`.
     """
-    known = [key for key in measured if key in given]
-    fewest = max(FEWEST_SIZES, SIZES_PER_DIMENSION * (0 if fit is None else len(fit.basis.dims)))
-    if not known or len(known) % fewest:  # to look each time takes too long
+    if fit is None or fit.error <= GOOD_ERROR:
         return False
-    if fit is None or fit.error <= GOOD_ERROR or len({len(given[key]) for key in known}) > 1:
+    known = [key for key in measured if key in given]
+    fewest = max(FEWEST_SIZES, SIZES_PER_DIMENSION * len(fit.basis.dims))
+    if not known or len(known) % fewest or len({len(given[key]) for key in known}) > 1:  # each time takes too long
         return False
     shapes = [{"batch" if i == 0 else f"given:{i}": n for i, n in enumerate(given[key])} for key in known]
     found = best_fit(shapes, [measured[key] for key in known], structure, resident_bytes)

@@ -291,6 +291,11 @@ class Decoder(Net):
         return x
 
 
+def squared(*found: torch.Tensor) -> torch.Tensor:
+    """A loss of probabilities."""
+    return torch.stack([each.square().mean() for each in found]).sum()
+
+
 class Judged(Net):
     """Looks at the probabilities of all blocks in its loss, which lets go of them before any block runs again."""
 
@@ -303,7 +308,7 @@ class Judged(Net):
 
     def judged(self, found: list[torch.Tensor]) -> torch.Tensor:
         """The loss of the probabilities."""
-        return torch.stack([each.square().mean() for each in found]).sum()
+        return squared(*found)
 
 
 class Overheard(Judged):
@@ -333,7 +338,7 @@ class Judge(nn.Module):
     """Looks at probabilities."""
 
     def forward(self, *found: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each.square().mean() for each in found]).sum()
+        return squared(*found)
 
 
 class Refereed(Judged):
@@ -360,10 +365,8 @@ class Nesting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks, self.mlp = (
-            Looks(),
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
-        )
+        self.looks = Looks()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, _ = self.looks(x)
