@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.lean.lost import Packs
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.outside import iterator_in
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
@@ -278,7 +279,8 @@ class Candidate:
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
             never = partial(_never, self.unit, trial)
-            pack = _drop if lend else trial.pack if lean is None else lean.pack
+            packs = None if lean is None else Packs(lean.pack)
+            pack = _drop if lend else trial.pack if packs is None else packs.pack
             stack.enter_context(saved_tensors_hooks(pack, never))
             if watch:
                 stack.enter_context(_Watch(trial, modules, fill, lent))
@@ -286,8 +288,9 @@ class Candidate:
             try:
                 with trial.call(self.unit, copies):
                     out = self.original(*args, **kwargs)
-                    if lean is not None:
+                    if lean is not None and packs is not None:
                         lean.compare_results(out)
+                        lean.close_and_leave_out(packs.lost)
                     del out
                 done = True
             finally:

@@ -228,6 +228,28 @@ class Quantizing(nn.Module):
         return (self.out(x + (found - x).detach()) + missed,)
 
 
+class Matching(nn.Module):
+    """Compares what it makes with some codes, by a graph that is gone then, and has a recipe that is made from it."""
+
+    far = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH).sin())
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.down(functional.gelu(self.up(x)))
+        (torch.cdist(x.flatten(0, 1), self.codes) if self.far else x * x).argmax(-1)
+        return (torch.relu(x),)
+
+
+class Near(Matching):
+    """By an operation whose result nothing saves."""
+
+    far = False
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -504,6 +526,15 @@ def test_what_only_a_graph_has_saved_that_is_gone_spares_nothing() -> None:
 
     train(lambda: Net(Quantizing), batches(), "2GB", loss, planner=planner, units=["layers.*"])
     assert {action for unit, action in options if unit == "layers.0"} == {"recompute", "recompute+lean"}
+
+
+@pytest.mark.parametrize("block", [Matching, Near])
+@pytest.mark.parametrize("action", ["lean+expansions", "recompute+lean"])
+def test_nothing_is_rebuilt_from_what_only_a_graph_has_saved_that_is_gone(
+    block: Callable[[], nn.Module], action: str
+) -> None:
+    """It would be held for the recipe alone."""
+    check(block, {f"layers.{index}": action for index in range(3)})
 
 
 @pytest.mark.parametrize(("block", "make"), [(Returning, Judged), (Nesting, Overheard)])

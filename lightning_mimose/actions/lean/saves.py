@@ -8,7 +8,7 @@ compared bit for bit; a place where it differs keeps its tensor from then on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from lightning_mimose.actions.lean.handles import (
     unpack,
 )
 from lightning_mimose.actions.lean.late import Late, WaitingRoom
+from lightning_mimose.actions.lean.lost import in_vain
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
@@ -74,6 +75,7 @@ class LeanSaves:
         spoiled: Units whose results were changed before this one saved them.
         lowered: In a survey, what lower grades have from now on, although its tensor was gone before.
         unmet: In a survey, what would have been compared, for its place was not met before.
+        met: In a survey or a trial, where something is rebuilt, and what by.
 
     Args:
         sites: What is known about the unit's places.
@@ -123,6 +125,7 @@ class LeanSaves:
         self.spoiled: set[str] = set()
         self.lowered: list[Recipe] = []
         self.unmet: list[Handle] = []
+        self.met: list[tuple[Place, Handle]] = []
 
     @property
     def compared_in(self) -> tuple[int, int]:
@@ -184,9 +187,15 @@ class LeanSaves:
         self._rebuilt_here.clear()
         self.lowered.clear()
         self.unmet.clear()
+        self.met.clear()
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Use:
-        """What is kept for a tensor that an operation saves."""
+    def pack(self, tensor: torch.Tensor, *, is_lost: bool = False) -> Handle | Use:
+        """What is kept for a tensor that an operation saves.
+
+        Args:
+            tensor: The tensor.
+            is_lost: Whether the operation is known to be none of what is there of the graph when the forward returns.
+        """
         self._count += 1
         base = tensor._base  # as `base_of`: this is done for every tensor that is saved
         base = tensor if base is None else base
@@ -208,10 +217,10 @@ class LeanSaves:
             if spot is not None and self._in_vain:
                 self._kept_in_vain.append((spot, (handle, values.found[node, output])))
         rebuilt = handle.rebuilt
-        if rebuilt is not None and not rebuilt.is_saved:
+        if rebuilt is not None and not rebuilt.is_saved and not is_lost:
             rebuilt.is_saved = True
             self.lowered += self._waiting.lower(rebuilt)
-        self._tell_apart(handle, tensor)
+        self._tell_apart(handle, tensor, is_saved=not is_lost or handle.is_saved)
         packed = handle if rebuilt is None else Use(handle, rebuilt)
         if node is not None:
             values.numbers.setdefault((node, output), handle.identity)
@@ -226,9 +235,9 @@ class LeanSaves:
             self._rebuilt_here.append(handle)
         return packed
 
-    def _tell_apart(self, handle: Handle, tensor: torch.Tensor) -> None:
+    def _tell_apart(self, handle: Handle, tensor: torch.Tensor, *, is_saved: bool = True) -> None:
         """Say which saved tensor of this call a handle stands for."""
-        handle.owner, handle.is_saved = self._values.owner, True
+        handle.owner, handle.is_saved = self._values.owner, is_saved
         # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
         # bit-equal, on another order of the elements.
         ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
@@ -347,6 +356,18 @@ class LeanSaves:
         for _ in self.results(out):
             pass
 
+    def close_and_leave_out(self, lost: Callable[[], Collection[torch.UntypedStorage]]) -> None:
+        """`close`, and from the next call on rebuild nothing that would hold as much as it spares.
+
+        Args:
+            lost: Tells, when it is closed, which storages only such parts of the graph have saved as are gone by now.
+        """
+        met = list(self.met)
+        self.close()  # nodes that it knows are not gone
+        vain = dict(in_vain(met, lost()))
+        self._sites.vain.update(vain)
+        self._sites.checked.difference_update(vain)
+
     def keep_results(self, out: Any, only: torch.UntypedStorage) -> None:
         """Others keep one of them as long: what saved it as well need not rebuild it.
 
@@ -390,10 +411,13 @@ class LeanSaves:
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
-        if place in self._sites.checked:
-            return True
-        if place in self._sites.different:
+        is_known = place in self._sites.checked
+        if not is_known and (place in self._sites.different or self._grade < self._sites.vain.get(place, 0)):
             return False
+        if not self._settles:
+            self.met.append((place, handle))
+        if is_known:
+            return True
         if not self._applies:
             self.unmet.append(handle)
             return True

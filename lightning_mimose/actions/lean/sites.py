@@ -43,12 +43,14 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
+        vain: Places that keep theirs in grades below this: a recipe would hold as much as it spares, see `lost`.
         idle: In how many calls of late a spot's tensor was kept and nothing was rebuilt from it; `BUSY` where it was
             rebuilt once, or something from it.
     """
 
     checked: set[Place] = field(default_factory=set)
     different: set[Place] = field(default_factory=set)
+    vain: dict[Place, int] = field(default_factory=dict)
     idle: dict[Spot, int] = field(default_factory=dict)
     _calls: int = field(default=0, compare=False)
 

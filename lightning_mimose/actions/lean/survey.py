@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Use, View, is_plain
+from lightning_mimose.actions.lean.lost import needed_bytes, sources_of
 from lightning_mimose.actions.lean.making import comparing_bytes, rebuilding
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
@@ -27,7 +28,6 @@ from lightning_mimose.measure.call import LeanItem, ResultItem
 from lightning_mimose.measure.casts import may_be_cached
 from lightning_mimose.measure.trace import DIES, IS_USED
 from lightning_mimose.menu import GRADES
-from lightning_mimose.predict.handing import NO_GRADE
 
 
 class _Found:
@@ -156,7 +156,7 @@ class LeanSurvey:
             self._tell(len(self._packs), new_bytes, all_bytes)
             for surveyed in self._surveyed:
                 surveyed.handle = None
-            self._saves.close()
+            self._saves.close_and_leave_out(self._gone)
             self._surveyed.clear()
             self._by_storage.clear()
             for found in self._found:
@@ -168,7 +168,7 @@ class LeanSurvey:
         if self._saves is None:
             return pack(tensor)
         self._latest, self._is_lost = None, is_lost
-        handle = self._saves.pack(tensor)
+        handle = self._saves.pack(tensor, is_lost=is_lost)
         surveyed = Surveyed(pack(_alias(tensor)), handle.handle if isinstance(handle, Use) else handle)
         self._packs.append(self._latest)
         for late in self._saves.lowered:
@@ -226,9 +226,7 @@ class LeanSurvey:
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
         temporary, work = rebuilding(handle, own, also)
-        # What would be gone without the recipe that needs it.
-        sources = {source for source, _ in _sources(handle, 0, {})} if isinstance(handle, Recipe) else set()
-        needed = sum(s.nbytes() for s in sources if s in self._lost and s not in self._by_storage)
+        needed = needed_bytes(handle, self._gone())  # it would be gone without the recipe
         if found.nbytes <= held + needed:
             return LeanItem(found.number, 0, 0, 0.0)
         return LeanItem(
@@ -246,6 +244,9 @@ class LeanSurvey:
             comparing_bytes(handle, on_host=self._on_host),
         )
 
+    def _gone(self) -> set[torch.UntypedStorage]:
+        return {each for each in self._lost if each not in self._by_storage}
+
     def returned(self, out: Any) -> None:
         """See `Survey`."""
         if self._saves is not None:
@@ -254,14 +255,14 @@ class LeanSurvey:
 
     def _result(self, base: torch.Tensor, recipe: Recipe) -> ResultItem | None:
         kept = self._by_storage.get(base.untyped_storage())
-        if kept is not None and kept.kept:
+        if (kept is not None and kept.kept) or needed_bytes(recipe, self._gone()):
             return None
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
         temporary, work = rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
         given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
         needed: dict[int, int] = {}
-        for storage, grade in _sources(recipe, recipe.grade, {}):
+        for storage, grade in sources_of(recipe):
             if storage._cdata in given:
                 number = self._identify(storage)
                 needed[number] = min(grade, needed.get(number, grade))
@@ -322,18 +323,3 @@ def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
             yield base.value().untyped_storage()
         elif not base.is_saved:
             yield from _arguments(base)
-
-
-def _sources(recipe: Recipe, grade: int, seen: dict[int, int]) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """What a value is rebuilt from in the end, each with a grade from which on that is so; the least comes, too."""
-    seen[id(recipe)] = grade
-    for each in recipe.inputs:
-        base = each.base if isinstance(each, View) else each
-        if isinstance(base, Kept):
-            value = base.value()
-            if is_plain(value):
-                yield value.untyped_storage(), max(grade, base.needed_grade)
-        elif isinstance(base, Recipe):
-            higher = max(grade, base.grade)
-            if higher < seen.get(id(base), NO_GRADE):  # there may be another way to it, that needs less
-                yield from _sources(base, higher, seen)
