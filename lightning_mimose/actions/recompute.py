@@ -123,7 +123,11 @@ def recompute(
     first: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
     del args, kwargs
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaves[i] for i in where]
+    # One that is given several times is one again: a forward may ask whether its query is its key.
+    unique = {id(leaves[i]): leaves[i] for i in where}
+    tensors, numbers = list(unique.values()), {key: number for number, key in enumerate(unique)}
+    which = [numbers[id(leaves[i])] for i in where]
+    del unique
     for i in where:
         leaves[i] = None
     before: Saved = []
@@ -143,11 +147,11 @@ def recompute(
             return out
         filled = list(leaves)
         same: Any = None
-        for i, tensor in zip(where, given, strict=True):
+        for i, number in zip(where, which, strict=True):
             same = originals[i]() if i in originals else None
             if same is not None:
                 same._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
-            filled[i] = tensor if same is None else same
+            filled[i] = given[number] if same is None else same
         inner_args, inner_kwargs = _arguments(filled, spec)
         watched = observer.recompute_run(filled) if observer else _NOTHING
         # The region holds what it was given only until its own forward has bound it.

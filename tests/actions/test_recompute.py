@@ -67,6 +67,32 @@ def test_parts_of_blocks_can_be_recomputed_alone(name: str) -> None:
         assert equal(gradients(model, lambda: model_loss(model, batch)), plain)
 
 
+class Attending(nn.Module):
+    """Takes another path if it is given one tensor as query and as key, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.paths = nn.Linear(8, 8), SimpleNamespace(same=[])
+
+    def forward(self, query: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
+        self.paths.same.append(query is key)
+        return self.linear(query) * (1 if query is key else self.linear(key))
+
+
+def test_a_tensor_that_is_given_twice_is_one_when_it_runs_again() -> None:
+    """Under hooks as well, which give another tensor each time that they are asked."""
+    block, x = Attending(), torch.randn(4, 8, requires_grad=True)
+
+    def loss(given: Run) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
+            return given(x, key=x).square().sum()
+
+    plain = gradients(block, lambda: loss(block))
+    block.paths.same.clear()
+    assert equal(gradients(block, lambda: loss(lambda *args, **kwargs: region(block, *args, **kwargs))), plain)
+    assert block.paths.same == [True, True]
+
+
 class Odd(nn.Module):
     """Takes and returns structures of all kinds."""
 

@@ -250,6 +250,18 @@ class Near(Matching):
     far = False
 
 
+class Mixed(nn.Module):
+    """Saves two values before their source, whose own operation comes first in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.up(x)
+        return (x + self.down(hidden.sigmoid() + hidden * hidden.tanh()),)
+
+
 class Net(nn.Module):
     """Embeddings and norms, which save next to nothing, and blocks."""
 
@@ -526,6 +538,13 @@ def test_what_only_a_graph_has_saved_that_is_gone_spares_nothing() -> None:
 
     train(lambda: Net(Quantizing), batches(), "2GB", loss, planner=planner, units=["layers.*"])
     assert {action for unit, action in options if unit == "layers.0"} == {"recompute", "recompute+lean"}
+
+
+@pytest.mark.parametrize("layers", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("action", ["lean", "recompute+lean"])
+def test_sources_are_held_no_longer_than_without_recipes(action: str, layers: tuple[int, ...]) -> None:
+    """Once a value is made again that is used after its source."""
+    check(Mixed, {f"layers.{index}": action for index in layers})
 
 
 @pytest.mark.parametrize("block", [Matching, Near])

@@ -274,8 +274,12 @@ _compared = _Compared()
 
 def _pass() -> tuple[int, int]:
     """The backward pass that runs, and the stream: on another one, a value may not be ready yet."""
-    task = torch._C._current_graph_task_id()
-    return task, _stream(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
+    return torch._C._current_graph_task_id(), current_stream()
+
+
+def current_stream() -> int:
+    """Of this thread's accelerator; 0 where none is in use."""
+    return _stream(torch.cuda.current_device()) if torch.cuda.is_initialized() else 0
 
 
 def _forget(rebuilt: weakref.ref[Rebuilt]) -> None:

@@ -2,6 +2,8 @@
 
 `sigmoid` saves its result before the product of `x * sigmoid(x)` saves `x`. Whoever has the handle by then, autograd
 among them, has one that changes: so never more is kept than without it, and less as soon as the source is.
+
+In backward the source's own operation comes first, then, and lets go of it before the value's last use.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lightning_mimose.actions.lean.handles import Handle, View
+from lightning_mimose.actions.lean.handles import Handle, View, current_stream
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Spot
 from lightning_mimose.actions.lean.values import Key
@@ -29,11 +31,12 @@ class Late(Recipe):
         is_kept: Whether that is still so.
     """
 
-    __slots__ = ("is_kept",)
+    __slots__ = ("_stream", "is_kept")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(torch.clone, (), tensor.nbytes, tuple(tensor.shape), 0, 0.0)
         self.is_kept = True
+        self._stream = 0
         self.keep(tensor)
 
     @property
@@ -49,6 +52,34 @@ class Late(Recipe):
         self.grade = recipe.grade
         self.is_kept = False
         self._kept = None
+
+    def value(self) -> torch.Tensor:
+        """As of others; once it is there again its source is let go of, if no later pass may ask for it anew."""
+        made = super().value()
+        if self._memo is made and self.inputs and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._stream = self._task[1]
+            self._count(-1)
+            self.inputs, self._memo = (), None
+            self.keep(made)
+        elif self._has_stayed and made.is_cuda and self._stream != current_stream():
+            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._stream))
+            made.record_stream(torch.cuda.current_stream())
+        return made
+
+    def forget_if_last(self) -> None:
+        """Not of what could not be made once more."""
+        if not self._has_stayed:
+            super().forget_if_last()
+
+    def forget(self) -> None:
+        """The value is kept to its last use, where nothing is that it was made from; a pass may not come to that."""
+        super().forget()
+        if self._has_stayed and not self.uses and not self.builds:
+            self._kept = None
+
+    @property
+    def _has_stayed(self) -> bool:
+        return not self.is_kept and self._kept is not None
 
 
 class Waiting:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Use, View, base_of, is_plain
+from lightning_mimose.actions.lean.late import least_grade
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Place
 from lightning_mimose.predict.handing import NO_GRADE
@@ -75,23 +76,9 @@ def in_vain(met: Iterable[tuple[Place, Handle]], lost: Collection[torch.UntypedS
             passed.add(id(base))
             yield place, NO_GRADE
         elif isinstance(base, Recipe):
-            grade = _least_grade(base, {})
+            grade = least_grade(base)
             if grade > base.own_grade:
                 yield place, grade
-
-
-def _least_grade(recipe: Recipe, known: dict[int, int]) -> int:
-    """The least that has it, if what was lost is not saved."""
-    if id(recipe) not in known:
-        known[id(recipe)] = recipe.own_grade
-        for each in recipe.inputs:
-            base = each.base if isinstance(each, View) else each
-            if isinstance(base, Recipe):
-                grade = 0 if base.is_saved else _least_grade(base, known)
-            else:
-                grade = base.needed_grade
-            known[id(recipe)] = max(known[id(recipe)], grade)
-    return known[id(recipe)]
 
 
 class Packs:

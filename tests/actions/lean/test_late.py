@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -296,3 +297,37 @@ def test_backward_twice_and_of_the_second_order() -> None:
         (second,) = torch.autograd.grad(again.pow(2).sum(), [x])
         grads.append([first, again.detach(), second])
     assert same_bits(grads[0], grads[1])
+
+
+def test_a_part_of_the_graph_goes_backward_first() -> None:
+    """What it has made again is there for the rest, though its source is let go of once it is made."""
+    found = []
+    for lean in (False, True):
+        torch.manual_seed(0)
+        x, w, v = (torch.randn(rows, 32, requires_grad=True) for rows in (40, 32, 32))
+        watch = Watch()
+        with LeanSaves(Sites(), EVERYTHING, given=[x, w, v]).active() if lean else nullcontext():
+            h = x @ w
+            mixed = watch(torch.sigmoid(h)) + h * watch(torch.tanh(h))
+            out = mixed @ v
+        assert watch.alive() == [not lean] * 2
+        edge, first = torch.autograd.grad(out.square().sum(), [mixed, v])  # by way of the product alone
+        found.append([edge, first, *torch.autograd.grad(mixed, [x, w], edge)])
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_sources_are_let_go_of_as_soon_as_their_own_operation_is_done(retain: bool) -> None:
+    """Not by the value that is rebuilt from them and used after that, if nobody goes backward once more."""
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(rows, 32, requires_grad=True) for rows in (40, 32, 32))
+    source, alive = Watch(), []
+    with LeanSaves(Sites(), 1, given=[x, w, v]).active():
+        h = source(x @ w)
+        gate = torch.sigmoid(h)
+        gate.register_hook(lambda _: alive.append(source.alive()[0]))
+        product = h * torch.tanh(h)
+        out = (gate + product) @ v
+    del h, gate, product
+    out.square().sum().backward(retain_graph=retain)
+    assert alive == [retain]
