@@ -24,12 +24,14 @@ class Node:
         raw: Autograd's own node.
         depth: Operations between it and the one whose result is wanted.
         output: See `table.Node`.
+        is_contiguous: See `table.Node`.
     """
 
-    __slots__ = ("_depth", "_values", "dtype", "output", "raw", "shape")
+    __slots__ = ("_depth", "_values", "dtype", "is_contiguous", "output", "raw", "shape")
 
-    def __init__(self, values: Values, raw: Any, depth: int, output: int = 0) -> None:
+    def __init__(self, values: Values, raw: Any, depth: int, output: int = 0, is_contiguous: bool = True) -> None:
         self._values, self.raw, self._depth, self.output = values, raw, depth, output
+        self.is_contiguous = is_contiguous
         result = raw._input_metadata[output]
         if result.is_nested_tensor:  # which may have no shape
             raise MissingError

@@ -251,7 +251,7 @@ class LeanSaves:
             late = each.handle
             if not isinstance(late, Late) or not each.may_change:
                 continue
-            found, awaited = self._values.again(each.key)
+            found, awaited = self._values.again(each.key, is_contiguous=late.value().is_contiguous())
             if found is None:
                 self._waiting.wait_on(late, awaited)
             if not isinstance(found, Recipe) or found.is_kept or not self._is_worth(found):
@@ -396,7 +396,7 @@ class LeanSaves:
         if node is None:
             found = self._mask(base)
         elif self.notes.is_result(base):
-            found = self._values.rebuilt(node, output, 0)
+            found = self._values.rebuilt(node, output, 0, is_contiguous=base.is_contiguous())
             if found is None:
                 self._awaited = self._values.awaited((node, output))
         if found is None or found.is_kept or found.grade > self._grade:

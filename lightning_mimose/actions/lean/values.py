@@ -96,8 +96,15 @@ class Values:
         self.found[key] = handle
         self.missing.pop(key, None)
 
-    def rebuilt(self, node: Any, output: int, depth: int) -> Handle | None:
-        """The value of an operation's output, from what is kept."""
+    def rebuilt(self, node: Any, output: int, depth: int, *, is_contiguous: bool = True) -> Handle | None:
+        """The value of an operation's output, from what is kept.
+
+        Args:
+            node: The operation's node.
+            output: Which of its outputs.
+            depth: See `Node`.
+            is_contiguous: Whether the value is; as far as is known, where it is not at hand.
+        """
         key = (node, output)
         if len(self.notes.changed) != self._changes:
             self._forget_ways()
@@ -106,7 +113,7 @@ class Values:
             return None
         if key not in self.found:
             self._latest_missing = None
-            made = self.found[key] = self._from_table(node, output, depth)
+            made = self.found[key] = self._from_table(node, output, depth, is_contiguous)
             if made is None:
                 self.missing[key] = self._latest_missing
         found = self.found[key]
@@ -135,19 +142,19 @@ class Values:
         if key not in self.found or key in self.missing:
             self.enter(key, Kept(base))
 
-    def again(self, key: Key) -> tuple[Handle | None, list[Key]]:
+    def again(self, key: Key, *, is_contiguous: bool) -> tuple[Handle | None, list[Key]]:
         """A packed value from what is kept, once more: there is more of it by now. And what is missing still."""
         packed = self.found.pop(key, None)
         for each in self.missing:
             if each in self.found and self.found[each] is None:
                 del self.found[each]
         self.missing.clear()
-        found = self.rebuilt(*key, 0)
+        found = self.rebuilt(*key, 0, is_contiguous=is_contiguous)
         awaited = self.awaited(key)
         self.enter(key, packed)
         return found, awaited
 
-    def _from_table(self, node: Any, output: int, depth: int) -> Handle | None:
+    def _from_table(self, node: Any, output: int, depth: int, is_contiguous: bool) -> Handle | None:
         name = node.name()
         if name == _LEAF:
             leaf = node.variable
@@ -165,7 +172,7 @@ class Values:
         if entry.needs_first and self._leads_nowhere(node):
             return None
         try:
-            view = Node(self, node, depth, output)
+            view = Node(self, node, depth, output, is_contiguous)
             made: Made | None = entry.make(view)
         except MissingError:
             return None

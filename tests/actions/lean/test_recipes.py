@@ -395,6 +395,28 @@ def test_batch_norm_in_every_layout(layout: str) -> None:
     assert_lean(function, [x.requires_grad_(), w.requires_grad_(), b.requires_grad_()], ELEMENTWISE)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("activation", [functional.silu, functional.hardswish, functional.mish])
+def test_what_is_activated_in_place_is_saved_as_a_clone(
+    activation: Callable[..., Tensor], layout: torch.memory_format
+) -> None:
+    """Of its own layout, by which it is rebuilt as well."""
+    x = (torch.randn(4, 17, 6, 9) * 3 + 1).contiguous(memory_format=layout)
+
+    def function(watch: Watch, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = activation(functional.batch_norm(x, None, None, w, b, True, 0.1, 1e-3), inplace=True)
+        return y * torch.ones_like(y, requires_grad=True)
+
+    given = [each.requires_grad_() for each in (x, torch.randn(17), torch.randn(17))]
+    plain = Pass(function, given, None)
+    lean = Pass(function, given, ELEMENTWISE)
+    again = Pass(function, given, ELEMENTWISE, sites=lean.sites)
+    assert same_bits(lean.bits, plain.bits)
+    assert same_bits(again.bits, plain.bits)
+    assert "CloneBackward0" in {place.made_by for place in lean.sites.checked}
+    assert not lean.sites.different
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "rows", "bfloat16", "double"])
 @pytest.mark.parametrize("kind", ["batch", "instance", "instance, affine"])
 def test_norms_without_parameters_and_of_instances(kind: str, layout: str) -> None:

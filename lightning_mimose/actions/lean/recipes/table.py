@@ -44,6 +44,10 @@ class Node(Protocol):
         """Of its result."""
 
     @property
+    def is_contiguous(self) -> bool:
+        """Whether its result is; as far as is known, where that is on the way to what is to be rebuilt."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of its result."""
 

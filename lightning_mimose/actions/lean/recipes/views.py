@@ -96,5 +96,7 @@ def _repeat(node: Node) -> Made:
 
 @recipe("CloneBackward0", needs_first=True)
 def _clone(node: Node) -> Made:
-    # `contiguous()`, for all there is to see; a clone that kept other strides is found out by the first comparison.
-    return Made(lambda x: x.clone(memory_format=torch.contiguous_format), (node.edge(0),), LIGHT, gives_away=True)
+    # `contiguous()`, for all there is to see, unless it is seen to be in channels last (what is activated in place is
+    # saved as a clone); another that kept other strides is found out by the first comparison.
+    order = torch.contiguous_format if node.is_contiguous else torch.preserve_format
+    return Made(lambda x: x.clone(memory_format=order), (node.edge(0),), LIGHT, gives_away=True)
