@@ -170,6 +170,8 @@ class LeanItem:
         since: The least grade that lets go of it when it dies, and each time that it is said to die again, for what
             it is made from has been saved in between; `grade` where that is not told.
         comparing_bytes: What it takes to make it, and all that it is made from, to compare it with what is saved.
+        sources: Items that it is made from and that were saved after it, so that their operation may be done before it
+            is needed, and the bytes of each: it holds those that are kept until it is made.
     """
 
     storage: int
@@ -184,6 +186,7 @@ class LeanItem:
     sources_bytes: int = 0
     since: tuple[int, ...] = ()
     comparing_bytes: int = 0
+    sources: tuple[tuple[int, int], ...] = ()
 
     @property
     def made_bytes(self) -> int:

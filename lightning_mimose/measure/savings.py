@@ -9,7 +9,7 @@ from itertools import chain
 
 from lightning_mimose.measure.call import Call, LeanItem, ResultItem
 from lightning_mimose.measure.handing import Handing
-from lightning_mimose.measure.trace import DIES, IS_USED, StepTrace
+from lightning_mimose.measure.trace import DIES, GOES, IS_USED, StepTrace
 from lightning_mimose.predict.maxima import Groups
 
 
@@ -119,6 +119,7 @@ def _of_grade(
     key, first, backward = call.key, call.marks["again"], call.marks["again_out"]
     spared: set[int] = set()
     used: set[int] = set()
+    gone: set[int] = set()
     deaths: Counter[int] = Counter()
     beside: dict[int, int] = {}  # of what is there again: its other form, which goes with it
     tops: dict[int, list[tuple[int, ...]]] = {}
@@ -150,6 +151,8 @@ def _of_grade(
                             beside[number] = items[number].held_bytes + items[number].sources_bytes
                         rebuilt.extend(items[number].also)
                     used.add(number)
+            elif what == GOES:
+                gone.add(index)
             relief = sum(items[i].gain_bytes for i in spared - used)
         by_itself = relief
         if backward <= piece.mark <= last:
@@ -163,6 +166,9 @@ def _of_grade(
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
             others = sum(beside.values())
+            if gone:
+                waiting = (items[i].sources for i, is_lean in enumerate(lean) if is_lean and i not in used)
+                others += sum({i: size for i, size in chain(*waiting) if i in gone and not lean[i]}.values())
             lowered = tuple([top - relief + others for top in here])
             tops.setdefault(piece.mark, []).append(lowered)
             if piece.mark >= backward:

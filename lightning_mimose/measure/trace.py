@@ -11,10 +11,10 @@ from lightning_mimose.measure.call import RNG_STATE_BYTES, Call
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.predict.maxima import Groups
 
-DIES, IS_USED, IS_GONE, LET_GO = "dies", "is used", "is gone", "is let go of"
-"""What happens to an item: its forward lets go of it, backward asks for it. To what a region returned or would have
-saved, by the id of its storage: nobody holds it any more. To inputs: nobody but regions does. And to what a region's
-recomputation saves, counted from 0: `IS_LAST`. To a region: `IS_OVER`."""
+DIES, IS_USED, GOES, IS_GONE, LET_GO = "dies", "is used", "goes", "is gone", "is let go of"
+"""What happens to an item: its forward lets go of it, backward asks for it, it goes. To what a region returned or would
+have saved, by the id of its storage: nobody holds it any more. To inputs: nobody but regions does. And to what a
+region's recomputation saves, counted from 0: `IS_LAST`. To a region: `IS_OVER`."""
 IS_LAST = "is the last"
 """A call in the recomputation saves no more."""
 IS_OVER = "is over"

@@ -259,7 +259,17 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = self.up(x)
-        return (x + self.down(hidden.sigmoid() + hidden * hidden.tanh()),)
+        return (x + self.down(self.gated(hidden) + hidden * hidden.tanh()),)
+
+    def gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.sigmoid()
+
+
+class Drawing(Mixed):
+    """Draws by one of them, of which nothing else is made: it is not there again before its own operation comes."""
+
+    def gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.bernoulli(hidden.sigmoid())
 
 
 class Net(nn.Module):
@@ -542,9 +552,12 @@ def test_what_only_a_graph_has_saved_that_is_gone_spares_nothing() -> None:
 
 @pytest.mark.parametrize("layers", [(1,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("action", ["lean", "recompute+lean"])
-def test_sources_are_held_no_longer_than_without_recipes(action: str, layers: tuple[int, ...]) -> None:
-    """Once a value is made again that is used after its source."""
-    check(Mixed, {f"layers.{index}": action for index in layers})
+@pytest.mark.parametrize("block", [Mixed, Drawing])
+def test_sources_that_are_done_before_what_is_rebuilt_from_them(
+    block: Callable[[], nn.Module], action: str, layers: tuple[int, ...]
+) -> None:
+    """They are held until it is there again, and no longer."""
+    check(block, {f"layers.{index}": action for index in layers})
 
 
 @pytest.mark.parametrize("block", [Matching, Near])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import References, Sites
 from lightning_mimose.measure.call import LeanItem, ResultItem
 from lightning_mimose.measure.casts import may_be_cached
-from lightning_mimose.measure.trace import DIES, IS_USED
+from lightning_mimose.measure.trace import DIES, GOES, IS_USED
 from lightning_mimose.menu import GRADES
 
 
@@ -100,6 +101,8 @@ class LeanSurvey:
         self._lost: Any = WeakIdKeyDictionary()
         """Storages that only such parts of the graph saved as go before the forward returns."""
         self._used: set[int] = set()
+        self._sources: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Number of an item -> its storage, if another one that is rebuilt from it holds it."""
 
     def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
         """See `Survey`."""
@@ -242,7 +245,31 @@ class LeanSurvey:
             needed,
             tuple(found.since),
             comparing_bytes(handle, on_host=self._on_host),
+            tuple(self._late_sources(handle, own, self._found.index(found))),
         )
+
+    def _late_sources(self, handle: Handle, own: dict[int, int], number: int) -> Iterator[tuple[int, int]]:
+        """Items that one is made from and that were saved after it, whether they are kept or not."""
+        for each in handle.inputs if isinstance(handle, Recipe) else ():
+            base = each.base if isinstance(each, View) else each
+            index = own.get(id(base))
+            if index is None and isinstance(base, Kept) and is_plain(base.value()):
+                source = self._by_storage.get(base.value().untyped_storage())
+                index = None if source is None else self._found.index(source)
+            if index is None:
+                yield from self._late_sources(base, own, number)
+            elif index > number:
+                self._watch(index)
+                yield index, base.nbytes
+
+    def _watch(self, index: int) -> None:
+        if index not in self._sources:
+            (storage,) = (each for each, found in self._by_storage.items() if found is self._found[index])
+            self._sources[index] = weakref.ref(storage, partial(self._goes, index))
+
+    def _goes(self, index: int, _: object) -> None:
+        """A source is gone that a recipe would hold until it is used itself."""
+        self._happens(GOES, index)
 
     def _gone(self) -> set[torch.UntypedStorage]:
         return {each for each in self._lost if each not in self._by_storage}
