@@ -229,6 +229,7 @@ class _Calls:
             saves.keep_results(out, taken)
             return
         for base, recipe in saves.results(out, taken):
+            recipe.is_handed_on = True
             session.returned.add(base, recipe, self._name, read=session.unread(self._name))
 
     def _recomputed(

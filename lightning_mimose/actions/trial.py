@@ -279,7 +279,7 @@ class Candidate:
                 stack.callback(lean.close)
                 stack.enter_context(lean.constants())
             never = partial(_never, self.unit, trial)
-            packs = None if lean is None else Packs(lean.pack)
+            packs = None if lean is None else Packs(lean)
             pack = _drop if lend else trial.pack if packs is None else packs.pack
             stack.enter_context(saved_tensors_hooks(pack, never))
             if watch:

@@ -166,7 +166,6 @@ class LeanItem:
         is_cached: Whether autocast's cache holds it too, while that lasts.
         held_bytes: What the other form takes; it is made while the storage is still there.
         arguments: Storage ids of what the call was given, and has to keep for it.
-        sources_bytes: What would be gone without the recipe that needs it.
         since: The least grade that lets go of it when it dies, and each time that it is said to die again, for what
             it is made from has been saved in between; `grade` where that is not told.
         comparing_bytes: What it takes to make it, and all that it is made from, to compare it with what is saved.
@@ -183,7 +182,6 @@ class LeanItem:
     is_cached: bool = False
     held_bytes: int = 0
     arguments: tuple[int, ...] = ()
-    sources_bytes: int = 0
     since: tuple[int, ...] = ()
     comparing_bytes: int = 0
     sources: tuple[tuple[int, int], ...] = ()
@@ -191,7 +189,7 @@ class LeanItem:
     @property
     def made_bytes(self) -> int:
         """What is there besides once it has been made again: the other form goes with its use."""
-        return self.gain_bytes + self.held_bytes + self.sources_bytes
+        return self.gain_bytes + self.held_bytes
 
 
 @dataclass(frozen=True)

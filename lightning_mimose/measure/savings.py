@@ -148,7 +148,7 @@ def _of_grade(
                         twice = 0 if taken[number] else items[number].gain_bytes
                         besides = max(besides, items[number].temporary_bytes + twice)
                         if taken[number]:
-                            beside[number] = items[number].held_bytes + items[number].sources_bytes
+                            beside[number] = items[number].held_bytes
                         rebuilt.extend(items[number].also)
                     used.add(number)
             elif what == GOES:

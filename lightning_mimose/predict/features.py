@@ -203,12 +203,16 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     # Attention over pixels: the square of an area.
     area = list(dict.fromkeys([*quadratic, *(_monomial(dims, *pair, *pair) for pair in pairs)]))
     surfaces = may_be_surfaces(sizes)
-    # Texts of a batch in rows of several (answers to choose from, passages): one side is only how many there are.
+    # Texts of a batch in rows of several (answers to choose from, passages): one side is only how many there are. There
+    # may be another text beside them (a question).
     counted = [
-        [one, _monomial(dims, i), _monomial(dims, i, j), _monomial(dims, i, j, j)]
+        [
+            *(one, _monomial(dims, i), _monomial(dims, i, j), _monomial(dims, i, j, j)),
+            *(_monomial(dims, *(k,) * degree) for k in others if k not in (i, j) for degree in (1, 2)),
+        ]
         for i in others
         for j in others
-        if surfaces and len(others) == 2 and i != j
+        if i != j and surfaces and (len(others) == 2 or (len(others) == 3 and _of_one_tensor(dims[i], dims[j])))
     ]
 
     def rounded(monomial: Monomial, granule: int) -> _Feature:
@@ -256,6 +260,10 @@ def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> l
     return _scaled(dims, sizes, [*lines, *squares])
 
 
+def _of_one_tensor(name: str, other: str) -> bool:
+    return name.rpartition(":")[0] == other.rpartition(":")[0]
+
+
 def _monomial(dims: Sequence[str], *members: int) -> Monomial:
     return tuple(members.count(i) for i in range(len(dims)))
 
@@ -277,7 +285,11 @@ def _scaled(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], rungs: li
         batch, constant = dims.index("batch"), _feature(dims, _monomial(dims))
         scaled = [(constant, *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
+        # A loss that holds everything of a batch against everything else goes with the batch's square.
+        square = _feature(dims, _monomial(dims, batch, batch))
+        squared = [(*rung, square) for rung in scaled if all(max(granules) == 1 for _, granules in rung)]
         rungs = [*scaled, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, scaled, strict=True))]
+        rungs += squared
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
     return [Basis(dims, tuple(m for m, _ in rung), tuple(g for _, g in rung), scales) for rung in rungs]
 

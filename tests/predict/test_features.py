@@ -83,6 +83,8 @@ def spanned(sizes: list[Size], law: Callable[[Size], float]) -> bool:
 
 TEXT = [{"batch": b, "ids:1": n} for b in (2, 4, 8) for n in (16, 24, 40, 64)]
 PAIRS = [{"batch": b, "ids:1": n, "labels:1": m} for b in (2, 3, 4) for n in (16, 24, 40) for m in (8, 12, 36)]
+ROWS = [{"batch": b, "d:1": k, "d:2": n} for b in (2, 3) for k in (2, 4, 5) for n in (8, 12, 36)]
+ANSWERS = [{**size, "q:1": length} for size in ROWS for length in (9, 14, 20)]
 IMAGES = [{"batch": b, "x:2": n, "x:3": m} for b in (2, 3, 4) for n in (16, 24, 40, 56) for m in (8, 12, 32, 48)]
 
 
@@ -95,11 +97,21 @@ IMAGES = [{"batch": b, "x:2": n, "x:3": m} for b in (2, 3, 4) for n in (16, 24, 
         (PAIRS, lambda s: s["batch"] * (s["ids:1"] ** 2 + s["ids:1"] * s["labels:1"] + 2 * s["labels:1"] ** 2)),
         (IMAGES, lambda s: 10 + s["batch"] * s["x:2"] * s["x:3"]),
         (IMAGES, lambda s: 10 + s["batch"] * (s["x:2"] * s["x:3"] + (s["x:2"] * s["x:3"]) ** 2)),
+        ([{"batch": n} for n in (20, 30, 47, 90)], lambda s: 10 + 5 * s["batch"] + 3 * s["batch"] ** 2),
+        (TEXT, lambda s: 100 + s["batch"] * (5 + 7 * s["ids:1"] + 3 * s["ids:1"] ** 2) + 4 * s["batch"] ** 2),
+        (ROWS, lambda s: s["batch"] * s["d:1"] * (5 + 7 * s["d:2"] + 3 * s["d:2"] ** 2)),
+        (ANSWERS, lambda s: s["batch"] * (s["d:1"] * (7 * s["d:2"] + 3 * s["d:2"] ** 2) + s["q:1"] + s["q:1"] ** 2)),
     ],
-    ids=["tokens", "attention", "position-bias", "encoder-decoder", "pixels", "attention-over-pixels"],
+    ids=[
+        *("tokens", "attention", "position-bias", "encoder-decoder", "pixels", "attention-over-pixels"),
+        *("all-against-all", "texts-against-texts", "several-texts", "several-texts-beside-one"),
+    ],
 )
 def test_what_layers_hold_is_in_a_basis(sizes: list[Size], law: Callable[[Size], float]) -> None:
-    """Linear layers, attention, a bias without the batch, cross attention, convolutions, attention over pixels."""
+    """Linear layers, attention, a bias without the batch, cross attention, convolutions, attention over pixels.
+
+    And losses that hold everything of a batch against everything else, and texts in rows of several.
+    """
     assert spanned(sizes, law)
 
 

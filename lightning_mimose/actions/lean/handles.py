@@ -182,16 +182,18 @@ class Rebuilt(Handle):
     Attributes:
         uses: How many operations that saved it are not done yet.
         builds: How many recipes there are that are made from it.
+        is_handed_on: Whether it is a unit's result, which others may save after a pass has gone backward over it.
     """
 
     operations = 1
     """How many are run for it where nothing is made once for several."""
 
-    __slots__ = ("__weakref__", "_kept", "_memo", "_over", "_task", "builds", "uses")
+    __slots__ = ("__weakref__", "_kept", "_memo", "_over", "_task", "builds", "is_handed_on", "uses")
 
     def __init__(self, nbytes: int, shape: tuple[int, ...], grade: int) -> None:
         super().__init__(nbytes, shape, grade)
         self.uses = self.builds = 0
+        self.is_handed_on = False
         self._task, self._over = (-1, 0), (-1, -1)
         self._memo: torch.Tensor | None = None
         self._kept: Kept | None = None

@@ -8,6 +8,7 @@ In backward the source's own operation comes first, then, and lets go of it befo
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -31,12 +32,14 @@ class Late(Recipe):
         is_kept: Whether that is still so.
     """
 
-    __slots__ = ("_stream", "is_kept")
+    __slots__ = ("_lock", "_stayed", "is_kept")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(torch.clone, (), tensor.nbytes, tuple(tensor.shape), 0, 0.0)
         self.is_kept = True
-        self._stream = 0
+        self._lock = threading.RLock()
+        self._stayed: tuple[int, int] | None = None
+        """The pass and the stream by which it was made for good."""
         self.keep(tensor)
 
     @property
@@ -55,31 +58,33 @@ class Late(Recipe):
 
     def value(self) -> torch.Tensor:
         """As of others; once it is there again its source is let go of, if no later pass may ask for it anew."""
-        made = super().value()
-        if self._memo is made and self.inputs and not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._stream = self._task[1]
-            self._count(-1)
-            self.inputs, self._memo = (), None
-            self.keep(made)
-        elif self._has_stayed and made.is_cuda and self._stream != current_stream():
-            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._stream))
+        with self._lock:  # another thread's pass may be at the same
+            made = super().value()
+            if self._memo is made and not self.is_handed_on and not _keeps_graph():
+                self._stayed = self._task
+                self.keep(made)
+                self._count(-1)
+                self.inputs, self._memo = (), None
+        if self._stayed is not None and made.is_cuda and self._stayed[1] != current_stream():
+            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._stayed[1]))
             made.record_stream(torch.cuda.current_stream())
         return made
 
     def forget_if_last(self) -> None:
         """Not of what could not be made once more."""
-        if not self._has_stayed:
+        if self._stayed is None:
             super().forget_if_last()
 
     def forget(self) -> None:
-        """The value is kept to its last use, where nothing is that it was made from; a pass may not come to that."""
+        """What cannot be made once more is there to its last use, in a later pass if this one does not come to it."""
         super().forget()
-        if self._has_stayed and not self.uses and not self.builds:
+        if self._stayed is not None and not self.uses and not self.builds:
             self._kept = None
 
-    @property
-    def _has_stayed(self) -> bool:
-        return not self.is_kept and self._kept is not None
+
+def _keeps_graph() -> bool:
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
 
 
 class Waiting:

@@ -7,17 +7,19 @@ with the choice that a router makes: before the forward returns. A recipe that i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Container, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Use, View, base_of, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, View, base_of, is_plain
 from lightning_mimose.actions.lean.late import least_grade
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Place
 from lightning_mimose.predict.handing import NO_GRADE
+
+if TYPE_CHECKING:
+    from lightning_mimose.actions.lean.saves import LeanSaves
 
 
 def sources_of(recipe: Recipe, passed: Container[int] = ()) -> Iterator[tuple[torch.UntypedStorage, int]]:
@@ -46,69 +48,69 @@ def _sources(
                 yield from _sources(base, higher, seen, passed)
 
 
-def needed_bytes(handle: Handle, lost: Container[torch.UntypedStorage], passed: Container[int] = ()) -> int:
-    """Bytes that are there for a value's sake alone.
+def needs_lost(handle: Handle, lost: Container[torch.UntypedStorage], passed: Container[int] = ()) -> bool:
+    """Whether a value is rebuilt from what would be there for its sake alone.
 
     Args:
         handle: What the value is rebuilt from.
         lost: Storages that only lost parts of the graph have saved.
         passed: See `sources_of`.
     """
-    if not isinstance(handle, Recipe):
-        return 0
-    return sum(storage.nbytes() for storage in {each for each, _ in sources_of(handle, passed)} if storage in lost)
+    return isinstance(handle, Recipe) and any(storage in lost for storage, _ in sources_of(handle, passed))
 
 
-def in_vain(met: Iterable[tuple[Place, Handle]], lost: Collection[torch.UntypedStorage]) -> Iterator[tuple[Place, int]]:
-    """Places where a recipe would hold no less than it spares, and the grade from which on that is not so.
+def in_vain(met: Iterable[tuple[Place, Handle]], lost: Collection[torch.UntypedStorage]) -> dict[Place, int]:
+    """Places where a recipe would hold what is lost, and the grade from which on that is not so.
 
     Args:
         met: Where something is rebuilt in a call, and what by, in order. What only lost parts have saved is not marked
-            as saved.
-        lost: See `needed_bytes`.
+            as saved; the grades of recipes that are made from it are put right.
+        lost: See `needs_lost`.
     """
     passed: set[int] = set()
-    for place, handle in met if lost else ():
+    found = {}
+    for place, handle in met:
         base = handle.base if isinstance(handle, View) else handle
-        needed = needed_bytes(base, lost, passed)
-        # A result is there as long as others want it, so it has to be free of such values.
-        if needed and (place.number < 0 or base.nbytes <= needed):
+        if needs_lost(base, lost, passed):
             passed.add(id(base))
-            yield place, NO_GRADE
+            found[place] = NO_GRADE
         elif isinstance(base, Recipe):
             grade = least_grade(base)
             if grade > base.own_grade:
-                yield place, grade
+                found[place] = grade
+    return found
 
 
 class Packs:
     """Sees which of a call's saved tensors are lost before its forward returns.
 
     Args:
-        pack: Gives what is kept for one of them.
+        saves: Say what is kept for each of them.
     """
 
-    def __init__(self, pack: Callable[[torch.Tensor], Handle | Use]) -> None:
-        self._pack = pack
-        self._by_storage: Any = WeakIdKeyDictionary()
+    def __init__(self, saves: LeanSaves) -> None:
+        self._saves = saves
+        self._packed: list[tuple[weakref.ref[_Pack], Rebuilt | None, weakref.ref[torch.UntypedStorage]]] = []
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """As a hook for saved tensors."""
-        pack = _Pack(self._pack(tensor))
-        base = base_of(tensor)
-        if is_plain(base) and not (base.is_leaf and base.requires_grad):  # a parameter is there anyway
-            self._by_storage.setdefault(base.untyped_storage(), []).append((weakref.ref(pack), pack.handle.rebuilt))
+        pack = _Pack(self._saves.pack(tensor))
+        if self._saves.may_lose(tensor):
+            storage = weakref.ref(base_of(tensor).untyped_storage())
+            self._packed.append((weakref.ref(pack), pack.handle.rebuilt, storage))
         return pack
 
     def lost(self) -> set[torch.UntypedStorage]:
         """Storages that nothing holds any more of what is there of the graph now; their handles count as not saved."""
+        live = [(rebuilt, storage()) for ref, rebuilt, storage in self._packed if ref() is not None]
+        saved, there = {id(rebuilt) for rebuilt, _ in live}, {storage for _, storage in live}
         found = set()
-        for storage, packs in self._by_storage.items():
-            if not any(ref() is not None for ref, _ in packs):
+        for ref, rebuilt, reference in self._packed:
+            storage = reference()
+            if ref() is None and storage is not None and storage not in there:
                 found.add(storage)
-                for _, rebuilt in packs:
-                    if rebuilt is not None:
-                        rebuilt.is_saved = False
+            if ref() is None and rebuilt is not None and id(rebuilt) not in saved:
+                rebuilt.is_saved = False
         return found
 
 

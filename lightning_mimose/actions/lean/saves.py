@@ -75,7 +75,7 @@ class LeanSaves:
         spoiled: Units whose results were changed before this one saved them.
         lowered: In a survey, what lower grades have from now on, although its tensor was gone before.
         unmet: In a survey, what would have been compared, for its place was not met before.
-        met: In a survey or a trial, where something is rebuilt, and what by.
+        met: In a survey or a trial (unless only what it decides counts), where something is rebuilt, and what by.
 
     Args:
         sites: What is known about the unit's places.
@@ -256,7 +256,8 @@ class LeanSaves:
                 self._waiting.wait_on(late, awaited)
             if not isinstance(found, Recipe) or found.is_kept or not self._is_worth(found):
                 continue
-            kept, place = late.value(), Place(each.number, each.key[0].name(), found.identity)
+            kept = late.value()
+            place = _place(each.number, each.key[0], found, kept)
             if not self._is_right(place, found, kept):
                 continue
             late.become(found)
@@ -304,7 +305,7 @@ class LeanSaves:
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
             if not known.is_kept:
-                place = Place(self._count, node.name() if node is not None else "", handle.identity)
+                place = _place(self._count, node, handle, base)
                 handle = handle if self._is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
@@ -348,7 +349,7 @@ class LeanSaves:
             if only is not None and base.untyped_storage() is not only:
                 continue
             recipe = self._result(base, node, base.output_nr)
-            if recipe is not None and self._is_right(Place(-1 - number, node.name(), recipe.identity), recipe, base):
+            if recipe is not None and self._is_right(_place(-1 - number, node, recipe, base), recipe, base):
                 yield base, recipe
 
     def compare_results(self, out: Any) -> None:
@@ -356,17 +357,23 @@ class LeanSaves:
         for _ in self.results(out):
             pass
 
+    def may_lose(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is there no longer than what has saved it: not arguments, buffers and parameters."""
+        base = base_of(tensor)
+        if not is_plain(base) or (base.is_leaf and base.requires_grad):
+            return False
+        storage = base.untyped_storage()
+        return storage.nbytes() >= SMALL_BYTES and storage not in self._held
+
     def close_and_leave_out(self, lost: Callable[[], Collection[torch.UntypedStorage]]) -> None:
-        """`close`, and from the next call on rebuild nothing that would hold as much as it spares.
+        """`close`, and from the next call on rebuild nothing from what is lost.
 
         Args:
             lost: Tells, when it is closed, which storages only such parts of the graph have saved as are gone by now.
         """
         met = list(self.met)
         self.close()  # nodes that it knows are not gone
-        vain = dict(in_vain(met, lost()))
-        self._sites.vain.update(vain)
-        self._sites.checked.difference_update(vain)
+        self._sites.vain.update(in_vain(met, lost()))
 
     def keep_results(self, out: Any, only: torch.UntypedStorage) -> None:
         """Others keep one of them as long: what saved it as well need not rebuild it.
@@ -411,8 +418,11 @@ class LeanSaves:
 
     def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
         """By a comparison, the first time that the place is met."""
-        is_known = place in self._sites.checked
-        if not is_known and (place in self._sites.different or self._grade < self._sites.vain.get(place, 0)):
+        sites = self._sites
+        if sites.vain and self._grade < sites.vain.get(place, 0):
+            return False
+        is_known = place in sites.checked
+        if not is_known and place in sites.different:
             return False
         if not self._settles:
             self.met.append((place, handle))
@@ -423,7 +433,7 @@ class LeanSaves:
             return True
         self.compared = True
         same = rebuilds(handle, tensor)
-        (self._sites.checked if same else self._sites.different).add(place)
+        (sites.checked if same else sites.different).add(place)
         self.differed |= not same
         return same
 
@@ -436,6 +446,12 @@ class LeanSaves:
         if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
             return None
         return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=self._applies)
+
+
+def _place(number: int, node: Any, handle: Handle, base: torch.Tensor) -> Place:
+    """Of another layout it is another place: what is compared in one may be wrong in the other."""
+    identity = handle.identity if base.is_contiguous() else ~handle.identity
+    return Place(number, "" if node is None else node.name(), identity)
 
 
 def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:

@@ -43,7 +43,7 @@ class Sites:
     Attributes:
         checked: Places whose recipe gave the same bits.
         different: Places whose recipe did not; they keep their tensor.
-        vain: Places that keep theirs in grades below this: a recipe would hold as much as it spares, see `lost`.
+        vain: Places that keep theirs in grades below this: a recipe would hold what is lost otherwise, see `lost`.
         idle: In how many calls of late a spot's tensor was kept and nothing was rebuilt from it; `BUSY` where it was
             rebuilt once, or something from it.
     """

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.actions.lean.handles import Handle, Kept, Use, View, is_plain
-from lightning_mimose.actions.lean.lost import needed_bytes, sources_of
+from lightning_mimose.actions.lean.lost import needs_lost, sources_of
 from lightning_mimose.actions.lean.making import comparing_bytes, rebuilding
 from lightning_mimose.actions.lean.masks import Mask
 from lightning_mimose.actions.lean.recipe import Recipe
@@ -223,18 +223,17 @@ class LeanSurvey:
 
     def _item(self, found: _Found) -> LeanItem:
         handle = found.handle
-        if found.kept or handle is None or handle.grade == 0:
+        if found.kept or handle is None or handle.grade == 0 or needs_lost(handle, self._gone()):
             return LeanItem(found.number, 0, 0, 0.0)
         held = handle.held_bytes if isinstance(handle, Mask) else 0
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
         temporary, work = rebuilding(handle, own, also)
-        needed = needed_bytes(handle, self._gone())  # it would be gone without the recipe
-        if found.nbytes <= held + needed:
+        if found.nbytes <= held:
             return LeanItem(found.number, 0, 0, 0.0)
         return LeanItem(
             found.number,
-            found.nbytes - held - needed,
+            found.nbytes - held,
             handle.grade,
             work,
             temporary,
@@ -242,7 +241,6 @@ class LeanSurvey:
             found.is_cached,
             held,
             tuple({self._identify(each) for each in _arguments(handle)}),
-            needed,
             tuple(found.since),
             comparing_bytes(handle, on_host=self._on_host),
             tuple(self._late_sources(handle, own, self._found.index(found))),
@@ -282,7 +280,7 @@ class LeanSurvey:
 
     def _result(self, base: torch.Tensor, recipe: Recipe) -> ResultItem | None:
         kept = self._by_storage.get(base.untyped_storage())
-        if (kept is not None and kept.kept) or needed_bytes(recipe, self._gone()):
+        if (kept is not None and kept.kept) or needs_lost(recipe, self._gone()):
             return None
         own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_mimose.actions.lean.returned import Returned
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.menu import ELEMENTWISE
@@ -331,3 +332,24 @@ def test_sources_are_let_go_of_as_soon_as_their_own_operation_is_done(retain: bo
     del h, gate, product
     out.square().sum().backward(retain_graph=retain)
     assert alive == [retain]
+
+
+def test_a_result_that_is_taken_after_a_pass_over_its_graph() -> None:
+    """Its value is not there any more, and is made from its source, which is."""
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(rows, 64, requires_grad=True) for rows in (40, 64, 64))
+    returned, sites = Returned(), Sites()
+    first = LeanSaves(sites, ELEMENTWISE, given=[x, w], returned=returned)
+    with first.closing(), first.watching():
+        h = x @ w
+        y, other = torch.sigmoid(h), h.square()
+        for base, recipe in first.results((y, other)):
+            recipe.is_handed_on = True
+            returned.add(base, recipe, "block", read=True)
+    del h, base, recipe
+    (y.sum() + other.sum()).backward()
+    (plain,) = torch.autograd.grad((y.detach() @ v).sum(), v)
+    with LeanSaves(Sites(), 0, returned=returned).active():
+        out = y.detach() @ v
+    del y
+    assert torch.equal(torch.autograd.grad(out.sum(), v)[0], plain)

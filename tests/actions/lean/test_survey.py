@@ -16,7 +16,7 @@ from lightning_mimose.actions.lean.saves import LeanSaves, Saved
 from lightning_mimose.actions.lean.sites import Sites
 from lightning_mimose.actions.lean.survey import LeanSurvey, Surveyed
 from lightning_mimose.measure.call import LeanItem
-from lightning_mimose.measure.trace import DIES, IS_USED
+from lightning_mimose.measure.trace import DIES, GOES, IS_USED
 from lightning_mimose.menu import ELEMENTWISE, EXPANSIONS, GRADES, MASKS
 from tests.helpers.lean import same_bits
 
@@ -114,7 +114,11 @@ def test_when_the_forward_lets_go_and_when_backward_asks(unit: Unit) -> None:
     assert offered <= set(died) == set(used)
     assert len(died) == len(set(died))
     assert len(used) == len(set(used))
-    assert found.events == [(DIES, index) for index in died] + [(IS_USED, index) for index in used]
+    gone = [index for what, index in found.events if what == GOES]
+    told = [event for event in found.events if event[0] != GOES]
+    assert told == [(DIES, index) for index in died] + [(IS_USED, index) for index in used]
+    assert set(gone) == {source for item in found.items for source, _ in item.sources}
+    assert all(source > i for i, item in enumerate(found.items) for source, _ in item.sources)
     assert used[0] > used[-1]
 
 

@@ -586,3 +586,17 @@ def test_a_number_may_come_first_in_a_sum() -> None:
         return watch(torch.tanh(torch.add(1, x.sin()))) * torch.add(2.5, w.exp())
 
     assert_same(function, matrix(), matrix())
+
+
+def test_another_layout_is_another_place() -> None:
+    """Of one pixel, channels last is the layout that it has anyway, which says nothing of more."""
+    sites, found = Sites(), []
+    for side, lean in ((1, True), (5, False), (5, True)):
+        torch.manual_seed(0)
+        x, w = torch.randn(8, 64, side, side, requires_grad=True), torch.randn(64, requires_grad=True)
+        with LeanSaves(sites, ELEMENTWISE, given=[x, w]).active() if lean else nullcontext():
+            h = torch.relu(x)
+            y = h.clone(memory_format=torch.channels_last)
+            out = y.permute(0, 2, 3, 1) * w + (h * h).sum()
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, w])])
+    assert same_bits(found[1], found[2])
