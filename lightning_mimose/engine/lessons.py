@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class Lessons:
         self._evaluates = False
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
+        self._learnt_of: Counter[int] = Counter()
+        """Layout of sizes -> steps of it that were learnt from since one was planned."""
         self._read_at = 0, False
         self._resting = Resting()
         self.renews = False
@@ -132,11 +135,12 @@ class Lessons:
         return self._advisor.estimator.token, self._advisor.forgotten
 
     def in_vain(self, size: BatchSize) -> bool:
-        """Whether many steps were learnt from in a row, and such sizes tell hardly anything about the next."""
-        if self._learnt < VAIN_STEPS or self._advisor.tracker.entries:
+        """Whether many steps were learnt from and none like them planned, for sizes tell hardly anything of the next."""
+        learnt = self._learnt_of.total()
+        if learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False
         dims = len(self._advisor.independent_dims(size))
-        return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and self._learnt >= 2 * VAIN_STEPS)
+        return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and learnt >= 2 * VAIN_STEPS)
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
@@ -165,6 +169,8 @@ class Lessons:
         if not step.sheltered and self._learnt:
             self._learnt = 0
             self._advisor.hint("size", None)
+        if not step.sheltered:
+            self._learnt_of.pop(step.size.layout, None)
         if step.recorder is None or not step.measuring:
             return
         if marks := isinstance(step.recorder, StepRecorder):
@@ -300,7 +306,9 @@ class Lessons:
             read_at = self._advisor.tracker.level, self._advisor.tracker.entries
             if read_at != self._read_at:
                 self._read_at, self._learnt = read_at, 0
+                self._learnt_of.clear()
             self._learnt += 1
+            self._learnt_of[step.size.layout] += 1
             if self._learnt % SHELTERED_STEPS == 0:
                 self._advisor.hint("size", size_hint(self._learnt, self._advisor.independent_dims(step.size)))
                 if self._learnt == SHELTERED_STEPS:
