@@ -135,7 +135,7 @@ class Lessons:
         return self._advisor.estimator.token, self._advisor.forgotten
 
     def in_vain(self, size: BatchSize) -> bool:
-        """Whether many steps were learnt from and none like them planned, for sizes tell hardly anything of the next."""
+        """Whether many steps were learnt from and none like them planned, for sizes tell hardly anything."""
         learnt = self._learnt_of.total()
         if learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False

@@ -15,7 +15,8 @@ class SavedBy(NamedTuple):
     """What recomputing a call would free.
 
     Attributes:
-        nbytes: Of the storages that only it saves.
+        nbytes: Of the storages that only it saves, less the random state that it would hold; negative where it saves
+            next to nothing: cut off at zero, it would follow no polynomial in sizes on both sides of that.
         only: Storage id -> bytes of these.
         storages: Storage id -> bytes of all that it saves.
         held: Storages that somebody else holds.
@@ -71,8 +72,8 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
     returned = late or returned  # those that are there when backward begins: that is where steps are highest
     if not returned or call.cached_bytes:
         # Both at once end at different times; casts are more.
-        return Lent(may_be, min(call.cached_bytes, saved.nbytes), call.cached_until, frozenset())
-    nbytes = min(sum(saved.only[kept] for kept in returned), saved.nbytes)
+        return Lent(may_be, min(call.cached_bytes, max(0, saved.nbytes)), call.cached_until, frozenset())
+    nbytes = min(sum(saved.only[kept] for kept in returned), max(0, saved.nbytes))
     until = min(gone[given] for given in returned.values())
     if trace.ended.get(until) in returned.values():
         # It goes when that interval begins; what else of it is there for a part of that is counted as spared in it.

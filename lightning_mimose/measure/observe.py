@@ -47,7 +47,10 @@ class _Columns:
     maxima: dict[int, Groups] = field(default_factory=dict)
 
     def add(self, value: float) -> int:
-        self.values.append(max(0.0, float(value)))
+        return self.add_signed(max(0.0, float(value)))
+
+    def add_signed(self, value: float) -> int:
+        self.values.append(float(value))
         return len(self.values) - 1
 
     def add_highest(self, groups: Groups, above: int = 0) -> int:
@@ -136,7 +139,7 @@ def observe(
             in_time=call.marks["in"],
             out_time=call.marks["out"],
             backward_time=call.marks.get("backward", NEVER),
-            saved=columns.add(saved[id(call)]),
+            saved=columns.add_signed(saved[id(call)]),
             working=columns.add_highest(working),
             before_backward=columns.add(start),
             flops=columns.add(call.flops),
@@ -344,7 +347,7 @@ def _saved_by(
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
         found[id(call)] = SavedBy(
-            max(0, sum(only.values()) - state_bytes), only, mine, held, tuple(c for c in inside if c is not call)
+            sum(only.values()) - state_bytes, only, mine, held, tuple(c for c in inside if c is not call)
         )
     return found
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.columns import Columns, Keys
 from lightning_mimose.predict.handing import HandingShape
+from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima
 from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
 from lightning_mimose.predict.shapes import END_OF, NEVER, CallShape, LeanShape, LooseShape, result_at
 from lightning_mimose.predict.structure import Structure
@@ -41,18 +42,21 @@ class Folded(NamedTuple):
     Attributes:
         structure: Its shape.
         values: Shape (structure.columns,).
+        maxima: What columns of moments that are left are the largest of.
     """
 
     structure: Structure
     values: NDArray[np.float64]
+    maxima: Maxima = NOT_KNOWN
 
 
-def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
+def fold(structure: Structure, values: NDArray[np.float64], maxima: Maxima = NOT_KNOWN) -> Folded | None:
     """Fold the loops of a step; None if it has none, or they cannot be folded.
 
     Args:
         structure: Its shape.
         values: Shape (columns,).
+        maxima: What some of them are the largest of, if that is known.
     """
     if not has_loops(structure):
         return None
@@ -66,8 +70,8 @@ def fold(structure: Structure, values: NDArray[np.float64]) -> Folded | None:
             loops.append(loop)
         if not loops:
             return folded
-        folded = _Fold(loops, values).result()
-        structure, values = folded
+        folded = _Fold(loops, values, maxima).result()
+        structure, values, maxima = folded
     return None
 
 
@@ -77,10 +81,12 @@ class _Fold(Columns):
     Args:
         loops: The loops.
         values: Shape (columns,).
+        maxima: What some of them are the largest of.
     """
 
-    def __init__(self, loops: Sequence[Loop], values: NDArray[np.float64]) -> None:
+    def __init__(self, loops: Sequence[Loop], values: NDArray[np.float64], maxima: Maxima) -> None:
         super().__init__(values)
+        self._maxima = maxima
         self._structure = loops[0].structure
         calls = self._structure.calls
         self._first, self._like, self._last = (
@@ -146,7 +152,8 @@ class _Fold(Columns):
             batch=self._column(structure.batch),
             handing=tuple(map(self._handing, structure.handing)),
         )
-        return Folded(replace(found, columns=len(self._values)), np.array(self._values))
+        maxima = self._maxima.renamed(self._columns)
+        return Folded(replace(found, columns=len(self._values)), np.array(self._values), maxima)
 
     def _kept(self, call: CallShape, key: str) -> CallShape:
         found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}

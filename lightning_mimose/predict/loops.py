@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_mimose.predict.folding import fold
-from lightning_mimose.predict.maxima import NOT_KNOWN, Measured
+from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, Path, names_of
 from lightning_mimose.predict.rounds import FEWEST_ROUNDS
 from lightning_mimose.predict.structure import Structure
@@ -143,10 +143,12 @@ class Loops:
 
     def folded(self, step: Step) -> Step:
         """What a step counts as."""
-        found = fold(step.structure, step.measured.values) if names_of(step.key) in self.folds else None
+        measured = step.measured
+        folds = names_of(step.key) in self.folds
+        found = fold(step.structure, measured.values, measured.maxima) if folds else None
         if found is None:
             return step
-        return Step(step.key, found.structure, step.measured._replace(values=found.values, maxima=NOT_KNOWN))
+        return Step(step.key, found.structure, measured._replace(values=found.values, maxima=found.maxima))
 
     def path_of(self, names: Names, structure: Structure) -> Path:
         """The path that a step counts as of which nothing is known but its shape."""

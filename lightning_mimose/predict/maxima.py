@@ -66,6 +66,23 @@ class Maxima:
             np.array([top for _, tops in parts for top in tops], dtype=np.float64),
         )
 
+    def renamed(self, columns: Mapping[int, int]) -> Maxima:
+        """Those of some columns, as those of others.
+
+        Args:
+            columns: Column -> which it is from now on.
+
+        Example:
+            >>> Maxima.of({4: ((2.0,), (1.0, 3.0)), 5: ((7.0, 8.0),)}).renamed({4: 1}).tops.tolist()
+            [2.0, 1.0, 3.0]
+        """
+        found: dict[int, list[tuple[float, ...]]] = {}
+        ends = np.cumsum(self.lengths)
+        for part in np.flatnonzero(np.isin(self.columns, list(columns))).tolist():
+            tops = self.tops[ends[part] - self.lengths[part] : ends[part]]
+            found.setdefault(columns[int(self.columns[part])], []).append(tuple(tops.tolist()))
+        return Maxima.of({column: tuple(groups) for column, groups in found.items()})
+
     def state_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {name: array.tolist() for name, array in vars(self).items()}

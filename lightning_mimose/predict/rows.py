@@ -21,8 +21,8 @@ FEW_BYTES = 512
 
 
 def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Columns as whole numbers."""
-    return np.rint(values).astype(np.int64)
+    """Columns as whole numbers, none of which is negative: what would hold more than it frees frees nothing."""
+    return np.maximum(np.rint(values), 0).astype(np.int64)
 
 
 def levels(

@@ -70,7 +70,8 @@ class CallShape:
         in_time: When its forward begins.
         out_time: When its forward ends.
         backward_time: When its backward begins, or `NEVER`.
-        saved: Column of the bytes that recomputing it frees between forward and backward.
+        saved: Column of the bytes that recomputing it frees between forward and backward; negative where it holds more
+            (a random state) than it frees.
         working: Column of the peak of its forward while everything it saves is kept, above its start, up to the last
             tensor that it saves: there a recomputation stops, but for those of steps that learn.
         before_backward: Column of the live bytes when its backward begins, without what it saved.

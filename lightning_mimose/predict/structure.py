@@ -1,9 +1,9 @@
 """The shape of a step: its calls and its positions; `assemble` makes a timeline of it.
 
 Sizes change the numbers, rarely the shape. A `Structure` is what stays; a column vector holds the numbers, one
-non-negative value per column, which the estimator fits over input sizes one by one. Times are ranks of marks
-in the measured step: a call lives from its `in` to its `out` in forward, and its saved tensors from `out` to
-`backward`.
+value per column, which the estimator fits over input sizes one by one; only what calls save may be negative. Times are
+ranks of marks in the measured step: a call lives from its `in` to its `out` in forward, and its saved tensors from
+`out` to `backward`.
 """
 
 from __future__ import annotations
