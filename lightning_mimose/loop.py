@@ -22,7 +22,13 @@ from lightning_mimose.measure.resident import optimized
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choices, check_loss, checked_optimizers
+from lightning_mimose.settings import (
+    check_choices,
+    check_functions,
+    check_host_budget,
+    check_loss,
+    checked_optimizers,
+)
 from lightning_mimose.shared.budget import AnyBudget
 
 
@@ -91,6 +97,8 @@ class Mimose:
         host_budget: str | int | float | None = None,
     ) -> None:
         check_choices(on_infeasible, on_oom)
+        check_host_budget(host_budget)
+        check_functions(loss_fn, backward_fn, update_fn)
         optimizers = checked_optimizers(optimizer, update_fn, model)
         self._model: nn.Module | None = model
         self._optimizers = optimizers

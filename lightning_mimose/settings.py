@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mimose.errors import LossError, MimoseError
+from lightning_mimose.budget import parse_budget
+from lightning_mimose.errors import BudgetError, LossError, MimoseError
 from lightning_mimose.measure.resident import optimized
 
 
@@ -38,6 +39,45 @@ def check_choices(on_infeasible: object, on_oom: object) -> None:
     """
     check_choice("on_infeasible", on_infeasible, ("raise", "warn"))
     check_choice("on_oom", on_oom, ("retry", "raise"))
+
+
+def check_host_budget(host_budget: Any) -> None:
+    """Check how much host memory offloading may take, also where nothing is offloaded.
+
+    Raises:
+        BudgetError: It is nothing that a budget is written as.
+
+    Example:
+        >>> check_host_budget("16GB")
+    """
+    if host_budget is None:
+        return
+    try:
+        parse_budget(host_budget)
+    except BudgetError as error:
+        raise BudgetError(
+            f"host_budget={host_budget!r} was asked for, which is written as budget is: {error}"
+        ) from None
+
+
+def check_functions(loss_fn: object, backward_fn: object, update_fn: object) -> None:
+    """Check what a step is made of.
+
+    Raises:
+        MimoseError: One of them cannot be called, or the loss is one of torch's, which know of no model.
+
+    Example:
+        >>> check_functions(lambda model, batch: model(batch).mean(), None, None)
+    """
+    for name, given in (("loss_fn", loss_fn), ("backward_fn", backward_fn), ("update_fn", update_fn)):
+        if given is not None and not callable(given):
+            raise MimoseError(f"{name}={given!r} was asked for; it is a function, or left out.")
+    if isinstance(loss_fn, type) or type(loss_fn).__module__ == "torch.nn.modules.loss":
+        name = loss_fn.__name__ if isinstance(loss_fn, type) else type(loss_fn).__name__
+        raise MimoseError(
+            f"loss_fn is {name}, but it is called with the model and the batch, and returns the loss: say, "
+            f"criterion = {name}(); loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])."
+        )
 
 
 def checked_optimizers(given: Any, update_fn: object, model: nn.Module) -> tuple[Optimizer, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -1205,3 +1206,23 @@ def test_an_update_needs_its_optimizer() -> None:
     """Whose state is memory."""
     with pytest.raises(MimoseError, match="update_fn was given without an optimizer"):
         Mimose(TinyText(2), budget="1GB", update_fn=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"host_budget": "zz"}, "host_budget='zz'"),
+        ({"host_budget": 0}, "host_budget=0"),
+        ({"loss_fn": 5}, "loss_fn=5"),
+        ({"backward_fn": "loss"}, "backward_fn='loss'"),
+        ({"update_fn": 5}, "update_fn=5"),
+        ({"loss_fn": nn.CrossEntropyLoss()}, "criterion = CrossEntropyLoss()"),
+        ({"loss_fn": nn.MSELoss}, "criterion = MSELoss()"),
+    ],
+)
+def test_what_cannot_be_a_part_of_a_step_is_refused_before_anything_is_touched(asked: Any, said: str) -> None:
+    """By its name, with what to write instead."""
+    model = TinyText()
+    with pytest.raises(MimoseError, match=re.escape(said)):
+        Mimose(model, budget="1GB", **asked)
+    assert "forward" not in vars(model.layers[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -50,16 +51,28 @@ def check_planner(planner: object) -> None:
     """Check who is asked to plan.
 
     Raises:
-        PlanError: It is none of the names there are, and cannot be called.
+        PlanError: It is none of the names there are, and cannot be called with a timeline and a budget.
 
     Example:
         >>> check_planner("exact")
     """
-    if not callable(planner) and planner not in ("auto", "exact", "greedy"):
+    if planner in ("auto", "exact", "greedy"):
+        return
+    if not callable(planner) or not _takes_two(planner):
         raise PlanError(
             f"planner={planner!r} was asked for; it is 'auto', 'exact', 'greedy', or a callable "
             "(timeline, budget_bytes) -> plan."
         )
+
+
+def _takes_two(planner: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(planner).bind("timeline", "budget_bytes")
+    except TypeError:
+        return False
+    except ValueError:  # some that are written in C do not tell
+        return True
+    return True
 
 
 class Scheduler:

@@ -28,7 +28,7 @@ from lightning_mimose.plugin.support import (
 from lightning_mimose.report.metrics import StepMetrics
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report
-from lightning_mimose.settings import check_choices
+from lightning_mimose.settings import check_choices, check_host_budget
 from lightning_mimose.shared.budget import SHARED_BUDGETS, AnyBudget
 from lightning_mimose.size_functions import check_size_fn
 
@@ -88,8 +88,7 @@ class MimoseCallback(Callback):
         host_budget: str | int | float | None = None,
     ) -> None:
         self.budget = budget
-        if host_budget is not None:
-            parse_budget(host_budget)
+        check_host_budget(host_budget)
         check_actions(actions)
         check_choices(on_infeasible, on_oom)
         check_planner(planner)

@@ -248,6 +248,8 @@ def test_an_unknown_planner_is_refused() -> None:
     """With the names there are."""
     with pytest.raises(PlanError, match="planner='best' was asked for; it is 'auto', 'exact', 'greedy', or a callable"):
         Scheduler("best")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"or a callable \(timeline, budget_bytes\) -> plan"):
+        Scheduler(lambda timeline: {})  # type: ignore[arg-type,misc]
 
 
 def test_a_copy_has_the_planner_and_no_thread(auto: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
