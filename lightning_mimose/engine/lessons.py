@@ -135,11 +135,13 @@ class Lessons:
         return self._advisor.estimator.token, self._advisor.forgotten
 
     def in_vain(self, size: BatchSize) -> bool:
-        """Whether many steps were learnt from and none like them planned, for sizes tell hardly anything."""
+        """Whether many steps were learnt from and none of their layouts planned, for sizes tell hardly anything."""
         learnt = self._learnt_of.total()
         if learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False
         dims = len(self._advisor.independent_dims(size))
+        if self._learnt_of[size.layout] <= dims:  # few of these
+            return False
         return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and learnt >= 2 * VAIN_STEPS)
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:

@@ -25,7 +25,7 @@ from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
 from lightning_mimose.measure.storages import Storages, Tensors
-from lightning_mimose.measure.trace import IS_GONE, IS_OVER, LET_GO, StepTrace
+from lightning_mimose.measure.trace import GOES, IS_GONE, IS_OVER, LET_GO, StepTrace
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER
@@ -353,7 +353,7 @@ class StepRecorder:
 
             def happens(what: str, item: int) -> None:
                 live = recorder()
-                if live is not None:
+                if live is not None and not (what == GOES and live._cycles.searching):
                     live._curve.cut(call.key, what, item)
 
             survey.begin(self._storages.number, happens)

@@ -127,11 +127,21 @@ def _of_grade(
     until_last: list[tuple[int, ...]] = []
     stops = trace.stop_of(call, call)
     stays = {number for _, number in call.twins}  # with a module
+    late = [(index, items[index].sources) for index, is_lean in enumerate(lean) if is_lean and items[index].sources]
+
+    def held_for(waiting: Set[int]) -> dict[int, int]:
+        """Sources that are gone without recipes, and are there for those of some items."""
+        found = (each for index, sources in late if index in waiting for each in sources)
+        return {source: size for source, size in found if source in gone and not lean[source]}
+
+    waiting = {index for index, _ in late}
+    sources_bytes = early_bytes = 0
     every = {index for index, is_taken in enumerate(taken) if is_taken and items[index].storage not in stays}
     relief = 0
     for at in own:
         piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
         besides = made = 0
+        made_now: set[int] = set()
         if piece.event is not None and piece.event[0] == key:
             _, what, index = piece.event
             if what == DIES and taken[index]:
@@ -150,9 +160,16 @@ def _of_grade(
                         if taken[number]:
                             beside[number] = items[number].held_bytes
                         rebuilt.extend(items[number].also)
+                        made_now.add(number)
                     used.add(number)
             elif what == GOES:
                 gone.add(index)
+            if gone:
+                still = held_for(waiting - used)
+                sources_bytes = sum(still.values())
+                early_bytes = sources_bytes - sum(held_for(waiting - used - early).values()) if early else 0
+                # It lets go of them once it is there.
+                besides += sum(size for source, size in held_for(made_now).items() if source not in still)
             relief = sum(items[i].gain_bytes for i in spared - used)
         by_itself = relief
         if backward <= piece.mark <= last:
@@ -165,18 +182,15 @@ def _of_grade(
             made = items[index].held_bytes if taken[index] else 0
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
-            others = sum(beside.values())
-            if gone:
-                waiting = (items[i].sources for i, is_lean in enumerate(lean) if is_lean and i not in used)
-                others += sum({i: size for i, size in chain(*waiting) if i in gone and not lean[i]}.values())
-            lowered = tuple([top - relief + others for top in here])
+            others = sum(beside.values()) + sources_bytes
+            lowered = tuple([top - relief + others - early_bytes for top in here])
             tops.setdefault(piece.mark, []).append(lowered)
             if piece.mark >= backward:
                 alone.setdefault(piece.mark, []).append(tuple([top - by_itself + others for top in here]))
             elif stops is None or at < stops:
                 until_last.append(lowered)
             elif at == stops:  # it stops when it is told, and what is kept in another form has that by then
-                until_last.append((piece.level_bytes + made - relief + others,))
+                until_last.append((piece.level_bytes + made - relief + others - early_bytes,))
         if piece.event is not None and piece.event[:2] == (key, IS_USED):
             beside.pop(piece.event[2], None)
     kept = [item for item, take in zip(items, taken, strict=True) if take]

@@ -65,9 +65,9 @@ class Basis:
 
     @property
     def counts(self) -> bool:
-        """Whether one of two sides is only how many there are of the other."""
+        """Whether one side is only how many there are of another."""
         lengths = [i for i, name in enumerate(self.dims) if name != "batch"]
-        return any(sorted(monomial[i] for i in lengths) == [1, 2] for monomial in self.monomials)
+        return any(sorted(filter(None, (monomial[i] for i in lengths))) == [1, 2] for monomial in self.monomials)
 
     @property
     def padded(self) -> tuple[str, int] | None:

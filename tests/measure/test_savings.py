@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_mimose.measure.call import Call, LeanItem
 from lightning_mimose.measure.interval import Interval
 from lightning_mimose.measure.savings import Savings, savings
-from lightning_mimose.measure.trace import DIES, IS_USED, Mark, Piece, StepTrace
+from lightning_mimose.measure.trace import DIES, GOES, IS_USED, Mark, Piece, StepTrace
 
 
 def peaks(found: Savings) -> dict[int, float]:
@@ -33,3 +33,20 @@ def test_a_mask_s_bits_are_made_while_its_tensor_is_still_there() -> None:
     assert (without.gain_bytes, peaks(without)) == (0, {0: 100, 1: 94})
     assert (with_masks.gain_bytes, peaks(with_masks)) == (31, {0: 100 + 1, 1: 94 + 1})
     assert savings(step, call, set(), {5}, 2)[1].lent_bytes == 31
+
+
+def test_a_source_is_there_until_what_is_rebuilt_from_it_is() -> None:
+    """From when its own operation is done, and beside it while that is made."""
+    marks = (Mark("block", "again", 0, 0), Mark("block", "again_out", 0, 0))
+    pieces = (
+        Piece(0, 10, 120),
+        Piece(0, 110, 115, ("block", DIES, 0)),
+        Piece(1, 110, 112),
+        Piece(1, 62, 70, ("block", GOES, 1)),
+        Piece(1, 62, 66, ("block", IS_USED, 0)),
+    )
+    items = LeanItem(5, 16, 1, 7.0, sources=((1, 48),)), LeanItem(6, 0, 0, 0.0)
+    call = Call("block", 0, None, "recompute", marks={"again": 0, "again_out": 1}, items=items)
+    step = StepTrace((call,), marks, (Interval(10, 120), Interval(110, 112)), pieces=pieces)
+    (found,) = savings(step, call, set(), set(), 1)
+    assert found.tops[1] == ((112 - 16, 110 - 16), (70 - 16 + 48, 62 - 16 + 48), (66, 62 + 48))

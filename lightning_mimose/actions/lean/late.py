@@ -38,8 +38,8 @@ class Late(Recipe):
         super().__init__(torch.clone, (), tensor.nbytes, tuple(tensor.shape), 0, 0.0)
         self.is_kept = True
         self._lock = threading.RLock()
-        self._stayed: tuple[int, int] | None = None
-        """The pass and the stream by which it was made for good."""
+        self._stayed: tuple[int, torch.cuda.Event | None] | None = None
+        """Where it was made for good: the stream, and when it is ready there."""
         self.keep(tensor)
 
     @property
@@ -61,12 +61,13 @@ class Late(Recipe):
         with self._lock:  # another thread's pass may be at the same
             made = super().value()
             if self._memo is made and not self.is_handed_on and not _keeps_graph():
-                self._stayed = self._task
+                self._stayed = self._task[1], torch.cuda.current_stream().record_event() if made.is_cuda else None
                 self.keep(made)
                 self._count(-1)
                 self.inputs, self._memo = (), None
-        if self._stayed is not None and made.is_cuda and self._stayed[1] != current_stream():
-            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._stayed[1]))
+        stream, ready = self._stayed or (0, None)
+        if ready is not None and stream != current_stream():
+            torch.cuda.current_stream().wait_event(ready)
             made.record_stream(torch.cuda.current_stream())
         return made
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_mimose.actions.lean.handles import Handle, Kept, Rebuilt, Use, View, base_of, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Rebuilt, Use, View, base_of, is_plain
 from lightning_mimose.actions.lean.late import least_grade
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Place
@@ -38,7 +38,7 @@ def _sources(
     seen[id(recipe)] = grade
     for each in recipe.inputs:
         base = each.base if isinstance(each, View) else each
-        if isinstance(base, Kept):
+        if base.is_kept:
             value = base.value()
             if is_plain(value):
                 yield value.untyped_storage(), max(grade, base.needed_grade)
@@ -48,7 +48,7 @@ def _sources(
                 yield from _sources(base, higher, seen, passed)
 
 
-def needs_lost(handle: Handle, lost: Container[torch.UntypedStorage], passed: Container[int] = ()) -> bool:
+def needs_lost(handle: Handle, lost: Collection[torch.UntypedStorage], passed: Container[int] = ()) -> bool:
     """Whether a value is rebuilt from what would be there for its sake alone.
 
     Args:
@@ -56,7 +56,9 @@ def needs_lost(handle: Handle, lost: Container[torch.UntypedStorage], passed: Co
         lost: Storages that only lost parts of the graph have saved.
         passed: See `sources_of`.
     """
-    return isinstance(handle, Recipe) and any(storage in lost for storage, _ in sources_of(handle, passed))
+    if not lost or not isinstance(handle, Recipe):
+        return False
+    return any(storage in lost for storage, _ in sources_of(handle, passed))
 
 
 def in_vain(met: Iterable[tuple[Place, Handle]], lost: Collection[torch.UntypedStorage]) -> dict[Place, int]:

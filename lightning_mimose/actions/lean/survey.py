@@ -34,8 +34,9 @@ from lightning_mimose.menu import GRADES
 class _Found:
     """An item while it is being found: a storage, and what its packs could be instead."""
 
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number, self.nbytes = number, nbytes
+    def __init__(self, index: int, number: int, storage: torch.UntypedStorage) -> None:
+        self.index, self.number, self.nbytes = index, number, storage.nbytes()
+        self.storage = weakref.ref(storage)
         self.handle: Handle | None = None
         self._kept = False
         self.is_cached = False
@@ -103,6 +104,9 @@ class LeanSurvey:
         self._used: set[int] = set()
         self._sources: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Number of an item -> its storage, if another one that is rebuilt from it holds it."""
+        self._gone: set[torch.UntypedStorage] = set()
+        self._own: dict[int, int] = {}
+        """`id` of the handle of what is rebuilt -> its number."""
 
     def begin(self, identify: Callable[[torch.UntypedStorage], int], happens: Callable[[str, int], None]) -> None:
         """See `Survey`."""
@@ -153,13 +157,16 @@ class LeanSurvey:
                 yield
         finally:
             self._watching = False
+            self._gone = {each for each in self._lost if each not in self._by_storage}
+            self._own = {id(found.handle): found.index for found in self._found if not found.kept}
             self._items = tuple(self._item(found) for found in self._found)
             new_bytes = max((comparing_bytes(handle, on_host=self._on_host) for handle in self._saves.unmet), default=0)
             all_bytes = max((item.comparing_bytes for item in self._items), default=0)
             self._tell(len(self._packs), new_bytes, all_bytes)
             for surveyed in self._surveyed:
                 surveyed.handle = None
-            self._saves.close_and_leave_out(self._gone)
+            self._saves.close_and_leave_out(lambda: self._gone)
+            self._gone, self._own = set(), {}
             self._surveyed.clear()
             self._by_storage.clear()
             for found in self._found:
@@ -198,12 +205,10 @@ class LeanSurvey:
             return
         self._on_host = saved.tensor.device.type == "cpu"
         if found is None:
-            found = self._by_storage[saved.storage] = _Found(self._identify(saved.storage), saved.storage.nbytes())
+            found = _Found(len(self._found), self._identify(saved.storage), saved.storage)
+            self._by_storage[saved.storage] = found
             self._found.append(found)
-            index = len(self._found) - 1
             found.handle = saved.handle.base if isinstance(saved.handle, View) else saved.handle
-        else:
-            index = self._found.index(found)
         if isinstance(saved.handle, Kept):
             found.keep()
         found.is_cached |= may_be_cached(saved.tensor)
@@ -217,18 +222,17 @@ class LeanSurvey:
                 found.alive.discard(key)
                 if self._watching and not found.alive:
                     found.since.append(0 if found.handle is None else found.handle.grade)
-                    self._happens(DIES, index)
+                    self._happens(DIES, found.index)
 
             found.watches.append(weakref.ref(saved.tensor, dies))
 
     def _item(self, found: _Found) -> LeanItem:
         handle = found.handle
-        if found.kept or handle is None or handle.grade == 0 or needs_lost(handle, self._gone()):
+        if found.kept or handle is None or handle.grade == 0 or needs_lost(handle, self._gone):
             return LeanItem(found.number, 0, 0, 0.0)
         held = handle.held_bytes if isinstance(handle, Mask) else 0
-        own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
         also: set[int] = set()
-        temporary, work = rebuilding(handle, own, also)
+        temporary, work = rebuilding(handle, self._own, also)
         if found.nbytes <= held:
             return LeanItem(found.number, 0, 0, 0.0)
         return LeanItem(
@@ -243,34 +247,27 @@ class LeanSurvey:
             tuple({self._identify(each) for each in _arguments(handle)}),
             tuple(found.since),
             comparing_bytes(handle, on_host=self._on_host),
-            tuple(self._late_sources(handle, own, self._found.index(found))),
+            tuple(self._late_sources(handle, found.index)),
         )
 
-    def _late_sources(self, handle: Handle, own: dict[int, int], number: int) -> Iterator[tuple[int, int]]:
+    def _late_sources(self, handle: Handle, number: int) -> Iterator[tuple[int, int]]:
         """Items that one is made from and that were saved after it, whether they are kept or not."""
         for each in handle.inputs if isinstance(handle, Recipe) else ():
             base = each.base if isinstance(each, View) else each
-            index = own.get(id(base))
-            if index is None and isinstance(base, Kept) and is_plain(base.value()):
+            index = self._own.get(id(base))
+            if index is None and base.is_kept and is_plain(base.value()):
                 source = self._by_storage.get(base.value().untyped_storage())
-                index = None if source is None else self._found.index(source)
+                index = None if source is None else source.index
             if index is None:
-                yield from self._late_sources(base, own, number)
+                yield from self._late_sources(base, number)
             elif index > number:
-                self._watch(index)
-                yield index, base.nbytes
+                self._watch(self._found[index])
+                yield index, self._found[index].nbytes
 
-    def _watch(self, index: int) -> None:
-        if index not in self._sources:
-            (storage,) = (each for each, found in self._by_storage.items() if found is self._found[index])
-            self._sources[index] = weakref.ref(storage, partial(self._goes, index))
-
-    def _goes(self, index: int, _: object) -> None:
-        """A source is gone that a recipe would hold until it is used itself."""
-        self._happens(GOES, index)
-
-    def _gone(self) -> set[torch.UntypedStorage]:
-        return {each for each in self._lost if each not in self._by_storage}
+    def _watch(self, source: _Found) -> None:
+        storage = source.storage()
+        if source.index not in self._sources and storage is not None:
+            self._sources[source.index] = weakref.ref(storage, partial(_goes, weakref.ref(self), source.index))
 
     def returned(self, out: Any) -> None:
         """See `Survey`."""
@@ -280,9 +277,10 @@ class LeanSurvey:
 
     def _result(self, base: torch.Tensor, recipe: Recipe) -> ResultItem | None:
         kept = self._by_storage.get(base.untyped_storage())
-        if (kept is not None and kept.kept) or needs_lost(recipe, self._gone()):
+        gone = {each for each in self._lost if each not in self._by_storage}
+        if (kept is not None and kept.kept) or needs_lost(recipe, gone):
             return None
-        own = {id(other.handle): i for i, other in enumerate(self._found) if not other.kept}
+        own = {id(other.handle): other.index for other in self._found if not other.kept}
         also: set[int] = set()
         temporary, work = rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
         given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
@@ -306,11 +304,13 @@ class LeanSurvey:
     def _is_used(self, number: int) -> None:
         """Backward asks for something that was saved."""
         found = self._packs[number] if number < len(self._packs) else None
-        if found is not None and not found.kept:
-            index = self._found.index(found)
-            if index not in self._used:
-                self._used.add(index)
-                self._happens(IS_USED, index)
+        if found is not None and not found.kept and found.index not in self._used:
+            self._used.add(found.index)
+            self._happens(IS_USED, found.index)
+
+    def source_goes(self, index: int) -> None:
+        """A source is gone that a recipe would hold until it is used itself."""
+        self._happens(GOES, index)
 
     def items(self) -> tuple[LeanItem, ...]:
         """See `Survey`."""
@@ -323,6 +323,12 @@ class LeanSurvey:
     def versions(self) -> dict[int, int]:
         """See `Survey`."""
         return self._versions
+
+
+def _goes(survey: weakref.ref[LeanSurvey], index: int, _: object) -> None:
+    live = survey()
+    if live is not None:
+        live.source_goes(index)
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -81,6 +81,22 @@ def gate(x: Tensor) -> Tensor:
     return y * torch.sigmoid(y + 1)
 
 
+def cast(x: Tensor) -> Tensor:
+    """A value whose source is made from what is saved later still, in a precision of its own."""
+    with torch.autocast("cpu", torch.bfloat16):
+        h = (x @ torch.ones(64, 192)).float()
+        return torch.sigmoid(h.bfloat16()) * h.pow(2)
+
+
+def test_sources_that_wait_themselves_are_named() -> None:
+    """What they keep goes before what is made from them is used."""
+    found = Surveying(cast, torch.randn(64, 64, requires_grad=True))
+    (gate,) = (item for item in found.items if item.sources)
+    assert gate.gain_bytes == 64 * 192 * 2
+    assert [size for _, size in gate.sources] == [64 * 192 * 4]
+    assert [what for what, _ in found.events].count(GOES) == 1
+
+
 def test_the_items_of_a_small_network() -> None:
     """The norm's result and the activation's are for nothing much, the linear layer's for a product."""
     found = Surveying(mlp(), torch.randn(32, 64, requires_grad=True))
