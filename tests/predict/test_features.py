@@ -139,3 +139,10 @@ def test_features_stay_near_one() -> None:
     sizes = [{"batch": 64, "x:0": n} for n in (10**5, 10**6, 10**7)]
     for basis in _bases(sizes):
         assert max(basis.features(size).max() for size in sizes) <= 1.0 + 1e-3
+
+
+def test_texts_in_rows_of_several_are_known_as_such() -> None:
+    """Also with another text beside them: how many there are is no length that is rounded."""
+    for sizes in (ROWS, ANSWERS):
+        assert any(basis.counts for basis in _bases(sizes))
+    assert not any(basis.counts for basis in _bases(PAIRS))
