@@ -250,6 +250,16 @@ class Near(Matching):
     far = False
 
 
+class Moving(Near):
+    """Changes it in place after that, as autograd allows: nothing that is there has saved it."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.down(functional.gelu(self.up(x)))
+        (x * x).argmax(-1)
+        found = torch.relu(x)
+        return (found + x.add_(1).sin(),)
+
+
 class Mixed(nn.Module):
     """Saves two values before their source, whose own operation comes first in backward."""
 
@@ -560,7 +570,7 @@ def test_sources_that_are_done_before_what_is_rebuilt_from_them(
     check(block, {f"layers.{index}": action for index in layers})
 
 
-@pytest.mark.parametrize("block", [Matching, Near])
+@pytest.mark.parametrize("block", [Matching, Near, Moving])
 @pytest.mark.parametrize("action", ["lean+expansions", "recompute+lean"])
 def test_nothing_is_rebuilt_from_what_only_a_graph_has_saved_that_is_gone(
     block: Callable[[], nn.Module], action: str

@@ -65,6 +65,11 @@ class Handle:
         return True
 
     @property
+    def kept_storage(self) -> torch.UntypedStorage | None:
+        """That of the tensor that it is, at least for now, whether or not somebody has changed it; None for others."""
+        return None
+
+    @property
     def is_given_away(self) -> bool:
         """Whether nobody else has what `value` returns, so that it may be written over."""
         return False
@@ -112,6 +117,11 @@ class Kept(Handle):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """Its shape."""
         return self._tensor.shape if self._has_shape else ()
+
+    @property
+    def kept_storage(self) -> torch.UntypedStorage | None:
+        """Of a plain tensor."""
+        return self._tensor.untyped_storage() if is_plain(self._tensor) else None
 
     @property
     def is_intact(self) -> bool:

@@ -43,6 +43,11 @@ class Late(Recipe):
         self.keep(tensor)
 
     @property
+    def kept_storage(self) -> torch.UntypedStorage | None:
+        """Of the tensor, as long as it is kept."""
+        return None if self._kept is None else self._kept.kept_storage
+
+    @property
     def is_intact(self) -> bool:
         """Whether nobody has changed the tensor."""
         return self._kept is None or self._kept.is_intact

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_mimose.actions.lean.handles import Handle, Rebuilt, Use, View, base_of, is_plain
+from lightning_mimose.actions.lean.handles import Handle, Rebuilt, Use, View, base_of
 from lightning_mimose.actions.lean.late import least_grade
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.sites import Place
@@ -39,9 +39,9 @@ def _sources(
     for each in recipe.inputs:
         base = each.base if isinstance(each, View) else each
         if base.is_kept:
-            value = base.value()
-            if is_plain(value):
-                yield value.untyped_storage(), max(grade, base.needed_grade)
+            storage = base.kept_storage
+            if storage is not None:
+                yield storage, max(grade, base.needed_grade)
         elif isinstance(base, Recipe) and id(base) not in passed:
             higher = max(grade, base.grade)
             if higher < seen.get(id(base), NO_GRADE):  # there may be another way to it, that needs less

@@ -255,9 +255,9 @@ class LeanSurvey:
         for each in handle.inputs if isinstance(handle, Recipe) else ():
             base = each.base if isinstance(each, View) else each
             index = self._own.get(id(base))
-            if index is None and base.is_kept and is_plain(base.value()):
-                source = self._by_storage.get(base.value().untyped_storage())
-                index = None if source is None else source.index
+            storage = base.kept_storage if index is None else None
+            if storage is not None and storage in self._by_storage:
+                index = self._by_storage[storage].index
             if index is None:
                 yield from self._late_sources(base, number)
             elif index > number:
@@ -351,6 +351,7 @@ def _arguments(handle: Handle) -> Iterator[torch.UntypedStorage]:
     for each in handle.inputs if isinstance(handle, Recipe) else ():
         base = each.base if isinstance(each, View) else each
         if isinstance(base, Kept) and base.needed_grade:  # see `Values.given`
-            yield base.value().untyped_storage()
+            if base.kept_storage is not None:
+                yield base.kept_storage
         elif not base.is_saved:
             yield from _arguments(base)
