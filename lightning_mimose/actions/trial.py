@@ -288,9 +288,8 @@ class Candidate:
             try:
                 with trial.call(self.unit, copies):
                     out = self.original(*args, **kwargs)
-                    if lean is not None and packs is not None:
-                        lean.compare_results(out)
-                        lean.close_and_leave_out(packs.lost)
+                    if packs is not None:
+                        packs.end(out)
                     del out
                 done = True
             finally:

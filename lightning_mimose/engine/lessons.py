@@ -168,11 +168,11 @@ class Lessons:
         Raises:
             BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
-        if not step.sheltered and self._learnt:
-            self._learnt = 0
-            self._advisor.hint("size", None)
         if not step.sheltered:
             self._learnt_of.pop(step.size.layout, None)
+            if self._learnt:
+                self._learnt = 0
+                self._advisor.hint("size", None)
         if step.recorder is None or not step.measuring:
             return
         if marks := isinstance(step.recorder, StepRecorder):

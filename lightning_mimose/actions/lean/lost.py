@@ -102,6 +102,15 @@ class Packs:
             self._packed.append((weakref.ref(pack), pack.handle.rebuilt, storage))
         return pack
 
+    def end(self, out: Any) -> None:
+        """The forward is over: learn what the call's results are rebuilt by, and what is not worth it.
+
+        Args:
+            out: What the forward returned, whose graph is there.
+        """
+        self._saves.compare_results(out)
+        self._saves.close_and_leave_out(self.lost)
+
     def lost(self) -> set[torch.UntypedStorage]:
         """Storages that nothing holds any more of what is there of the graph now; their handles count as not saved."""
         live = [(rebuilt, storage()) for ref, rebuilt, storage in self._packed if ref() is not None]

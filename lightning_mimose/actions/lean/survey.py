@@ -157,8 +157,7 @@ class LeanSurvey:
                 yield
         finally:
             self._watching = False
-            self._gone = {each for each in self._lost if each not in self._by_storage}
-            self._own = {id(found.handle): found.index for found in self._found if not found.kept}
+            self._look_back()
             self._items = tuple(self._item(found) for found in self._found)
             new_bytes = max((comparing_bytes(handle, on_host=self._on_host) for handle in self._saves.unmet), default=0)
             all_bytes = max((item.comparing_bytes for item in self._items), default=0)
@@ -269,20 +268,24 @@ class LeanSurvey:
         if source.index not in self._sources and storage is not None:
             self._sources[source.index] = weakref.ref(storage, partial(_goes, weakref.ref(self), source.index))
 
+    def _look_back(self) -> None:
+        """Upon what the call has saved so far."""
+        self._gone = {each for each in self._lost if each not in self._by_storage}
+        self._own = {id(found.handle): found.index for found in self._found if not found.kept}
+
     def returned(self, out: Any) -> None:
         """See `Survey`."""
         if self._saves is not None:
+            self._look_back()
             found = (self._result(base, recipe) for base, recipe in self._saves.results(out))
             self._results = tuple(each for each in found if each is not None)
 
     def _result(self, base: torch.Tensor, recipe: Recipe) -> ResultItem | None:
         kept = self._by_storage.get(base.untyped_storage())
-        gone = {each for each in self._lost if each not in self._by_storage}
-        if (kept is not None and kept.kept) or needs_lost(recipe, gone):
+        if (kept is not None and kept.kept) or needs_lost(recipe, self._gone):
             return None
-        own = {id(other.handle): other.index for other in self._found if not other.kept}
         also: set[int] = set()
-        temporary, work = rebuilding(recipe, {key: i for key, i in own.items() if key != id(recipe)}, also)
+        temporary, work = rebuilding(recipe, {key: i for key, i in self._own.items() if key != id(recipe)}, also)
         given = {each.untyped_storage()._cdata for each in _plain(self._given.live())}
         needed: dict[int, int] = {}
         for storage, grade in sources_of(recipe):
@@ -296,7 +299,7 @@ class LeanSurvey:
             work,
             temporary,
             tuple(sorted(also)),
-            own.get(id(recipe), -1),
+            self._own.get(id(recipe), -1),
             tuple(sorted(needed.items())),
             base._version,
         )
