@@ -27,12 +27,12 @@ from lightning_mimose.predict.features import (
     Relation,
     bases,
     may_be_surfaces,
-    padded_bases,
     varying_dims,
 )
 from lightning_mimose.predict.fit import Fit, Value
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
+from lightning_mimose.predict.padding import padded_bases, strided_bases
 from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.solving import LEVERAGE, monotone
 from lightning_mimose.predict.structure import Structure
@@ -183,9 +183,12 @@ def outlined(
         return found
     plain = best(Expansion(measured), candidates)
     if plain.check.error > GOOD_ERROR:
-        padded = _likely(padded_bases(dims, sizes), sizes, structure.summary(plain.expansion.plain))
-        other = best(plain.expansion, padded) if padded else plain
-        plain = other if other.check.error < BETTER * plain.check.error else plain
+        strided = strided_bases(dims, sizes)
+        likely = _likely(strided or padded_bases(dims, sizes), sizes, structure.summary(plain.expansion.plain))
+        other = best(plain.expansion, likely) if likely else plain
+        # Of as many as there are for strides one describes anything a little better.
+        enough = GOOD_ERROR if strided else BETTER * plain.check.error
+        plain = other if other.check.error < enough else plain
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
         found = of_maxima([*smooth, *rounded] if surfaces else rounded)

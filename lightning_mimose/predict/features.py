@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ finest level (a stride, or patch times window) and of its doubles describe them.
 
 BLOCKS = (1024, 512, 256, 128, 64, 32, 16, 8)
 """What attention in windows or blocks pads sequences to: of those that describe what was seen, the largest."""
+
+DEPTHS = 4
+"""How many times strides may halve a sequence, and round up, before attention sees what is left."""
 
 EXACT = 1e-9
 """How far from a line, as a share of the largest, sizes may lie for the sake of arithmetic."""
@@ -38,12 +42,14 @@ class Basis:
         monomials: Exponents, one tuple per feature; the constant comes first.
         granules: For each feature the multiple that each dimension is rounded up to.
         scales: Largest value of each dimension, so that features stay near one.
+        shifts: For each feature how much is taken off what it rounds up; nothing by default.
     """
 
     dims: tuple[str, ...]
     monomials: tuple[Monomial, ...]
     granules: tuple[tuple[int, ...], ...]
     scales: tuple[float, ...]
+    shifts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         exponents = np.array(self.monomials, dtype=np.float64).reshape(len(self.monomials), -1)
@@ -51,6 +57,8 @@ class Basis:
         object.__setattr__(self, "_exponents", exponents)
         object.__setattr__(self, "_granules", granules)
         object.__setattr__(self, "_scales", np.array(self.scales, dtype=np.float64))
+        shifts = np.array(self.shifts or (0,) * len(self.monomials), dtype=np.float64).reshape(-1, 1)
+        object.__setattr__(self, "_shifts", np.where(granules > 1, shifts, 0.0))
 
     @property
     def rounds(self) -> bool:
@@ -98,7 +106,8 @@ class Basis:
         """The features of several sizes: shape (sizes, monomials)."""
         values = np.array([[[size[name] for name in self.dims]] for size in sizes], dtype=np.float64)
         granules, scales, exponents = self._granules, self._scales, self._exponents  # type: ignore[attr-defined]
-        points = np.ceil(values / granules) * granules / scales
+        shifts = self._shifts  # type: ignore[attr-defined]
+        points = np.ceil((values - shifts) / granules) * granules / scales
         result: NDArray[np.float64] = np.prod(points**exponents, axis=2)
         return result
 
@@ -186,42 +195,59 @@ def may_be_surfaces(sizes: Sequence[Mapping[str, int]]) -> bool:
     return "" in tensors or len(set(tensors)) < len(tensors)
 
 
-_Feature = tuple[Monomial, tuple[int, ...]]
-"""Exponents, and what each dimension is rounded up to a multiple of."""
-_Rung = Sequence[_Feature]
+class Feature(NamedTuple):
+    """One of a basis.
+
+    Attributes:
+        exponents: Of each dimension.
+        granules: What each dimension is rounded up to a multiple of.
+        shift: What is taken off before that.
+    """
+
+    exponents: Monomial
+    granules: tuple[int, ...]
+    shift: int = 0
+
+    def times(self, dimension: int) -> Feature:
+        """The product with a dimension, by its place."""
+        raised = tuple(exponent + (i == dimension) for i, exponent in enumerate(self.exponents))
+        return self._replace(exponents=raised)
+
+
+Rung = Sequence[Feature]
 """Features of a basis."""
 
 
 def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
     """Candidate bases for the dimensions that vary and some sizes, simplest first."""
     others = [i for i, name in enumerate(dims) if name != "batch"]
-    one = _monomial(dims)
-    linear = [one, *(_monomial(dims, i) for i in others)]
-    crossed = list(dict.fromkeys([*linear, *(_monomial(dims, i, j) for i in others for j in others if i < j)]))
+    one = monomial(dims)
+    linear = [one, *(monomial(dims, i) for i in others)]
+    crossed = list(dict.fromkeys([*linear, *(monomial(dims, i, j) for i in others for j in others if i < j)]))
     pairs = list(combinations_with_replacement(others, 2))
-    quadratic = list(dict.fromkeys([*linear, *(_monomial(dims, *pair) for pair in pairs)]))
+    quadratic = list(dict.fromkeys([*linear, *(monomial(dims, *pair) for pair in pairs)]))
     # Attention over pixels: the square of an area.
-    area = list(dict.fromkeys([*quadratic, *(_monomial(dims, *pair, *pair) for pair in pairs)]))
+    area = list(dict.fromkeys([*quadratic, *(monomial(dims, *pair, *pair) for pair in pairs)]))
     surfaces = may_be_surfaces(sizes)
     # Texts of a batch in rows of several (answers to choose from, passages): one side is only how many there are. There
     # may be another text beside them (a question).
     counted = [
         [
-            *(one, _monomial(dims, i), _monomial(dims, i, j), _monomial(dims, i, j, j)),
-            *(_monomial(dims, *(k,) * degree) for k in others if k not in (i, j) for degree in (1, 2)),
+            *(one, monomial(dims, i), monomial(dims, i, j), monomial(dims, i, j, j)),
+            *(monomial(dims, *(k,) * degree) for k in others if k not in (i, j) for degree in (1, 2)),
         ]
         for i in others
         for j in others
         if i != j and surfaces and (len(others) == 2 or (len(others) == 3 and _of_one_tensor(dims[i], dims[j])))
     ]
 
-    def rounded(monomial: Monomial, granule: int) -> _Feature:
-        return _feature(dims, monomial, granule, others)
+    def rounded(exponents: Monomial, granule: int) -> Feature:
+        return feature(exponents, granule, others)
 
     plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, *counted, quadratic, area)]
-    rungs: list[_Rung] = list(dict.fromkeys(plain))
+    rungs: list[Rung] = list(dict.fromkeys(plain))
     if 1 <= len(others) <= 2 and surfaces:
-        surface = _monomial(dims, *(others * (3 - len(others))))
+        surface = monomial(dims, *(others * (3 - len(others))))
         rungs += [
             (rounded(one, 1), *(rounded(surface, finest << k) for k in range(levels)))
             for levels in _LEVELS
@@ -230,69 +256,58 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     elif len(others) == 1:
         # What is padded beside what is not.
         (length,) = others
-        padded = _monomial(dims, length)
-        blocks = _blocks(dims[length], sizes)
+        padded = monomial(dims, length)
+        blocks = blocks_of(dims[length], sizes)
         lines = [(rounded(one, 1), rounded(padded, 1), rounded(padded, block)) for block in blocks]
-        square = _monomial(dims, length, length)
+        square = monomial(dims, length, length)
         rungs += lines
         rungs += [(*line, rounded(square, block)) for line, block in zip(lines, blocks, strict=True)]
-    return _scaled(dims, sizes, rungs)
-
-
-def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
-    """Bases for two lengths of which a model pads one to whole blocks inside: attention in windows in an encoder, say.
-
-    Of what is padded there are lengths with their padding and without, both of which the other length may meet; in
-    windows nothing grows with the square, but masks do.
-    """
-    others = [i for i, name in enumerate(dims) if name != "batch"]
-    if len(others) != 2 or may_be_surfaces(sizes):
-        return []
-    lines: list[_Rung] = []
-    squares: list[_Rung] = []
-    for padded, other in (others, others[::-1]):
-        for block in _blocks(dims[padded], sizes):
-            both = [_monomial(dims, padded), _monomial(dims, padded, other)]
-            free = [_monomial(dims), _monomial(dims, other), _monomial(dims, other, other), *both]
-            square = _monomial(dims, padded, padded)
-            lines.append([_feature(dims, each) for each in free] + [_feature(dims, m, block, [padded]) for m in both])
-            squares.append([*lines[-1], _feature(dims, square), _feature(dims, square, block, [padded])])
-    return _scaled(dims, sizes, [*lines, *squares])
+        levels = (rounded(one, 1), *(rounded(padded, 1 << depth) for depth in range(DEPTHS + 1)))
+        for depth in range(1, DEPTHS + 1):
+            pyramid = levels[: depth + 2]
+            rungs += [pyramid, (*pyramid, rounded(square, 1 << depth))]
+    return scaled(dims, sizes, rungs)
 
 
 def _of_one_tensor(name: str, other: str) -> bool:
     return name.rpartition(":")[0] == other.rpartition(":")[0]
 
 
-def _monomial(dims: Sequence[str], *members: int) -> Monomial:
+def monomial(dims: Sequence[str], *members: int) -> Monomial:
+    """The product of some dimensions, by their places."""
     return tuple(members.count(i) for i in range(len(dims)))
 
 
-def _feature(dims: Sequence[str], monomial: Monomial, granule: int = 1, lengths: Sequence[int] = ()) -> _Feature:
+def feature(exponents: Monomial, granule: int = 1, lengths: Sequence[int] = (), shift: int = 0) -> Feature:
     """Of some dimensions rounded up, and the others as they are."""
-    return monomial, tuple(granule if i in lengths else 1 for i in range(len(dims)))
+    return Feature(exponents, tuple(granule if i in lengths else 1 for i in range(len(exponents))), shift)
 
 
-def _blocks(length: str, sizes: Sequence[Mapping[str, int]]) -> list[int]:
+def blocks_of(length: str, sizes: Sequence[Mapping[str, int]]) -> list[int]:
     """What it may be padded to, for some sizes to be padded to one number and others to another."""
     longest = max(size[length] for size in sizes)
     return [block for block in BLOCKS if block < longest]
 
 
-def _scaled(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], rungs: list[_Rung]) -> list[Basis]:
+def scaled(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], rungs: list[Rung]) -> list[Basis]:
     """As bases, times the batch where it varies."""
     if "batch" in dims:
-        batch, constant = dims.index("batch"), _feature(dims, _monomial(dims))
-        scaled = [(constant, *((_times(m, batch), g) for m, g in rung)) for rung in rungs]
+        batch, constant = dims.index("batch"), feature(monomial(dims))
+        times = [(constant, *(each.times(batch) for each in rung)) for rung in rungs]
         # Almost everything scales with the batch; what does not (a position bias) needs more sizes to be told apart.
         # A loss that holds everything of a batch against everything else goes with the batch's square.
-        square = _feature(dims, _monomial(dims, batch, batch))
-        squared = [(*rung, square) for rung in scaled if all(max(granules) == 1 for _, granules in rung)]
-        rungs = [*scaled, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, scaled, strict=True))]
+        square = feature(monomial(dims, batch, batch))
+        squared = [(*rung, square) for rung in times if all(max(each.granules) == 1 for each in rung)]
+        rungs = [*times, *(tuple(dict.fromkeys([*rung, *more])) for rung, more in zip(rungs, times, strict=True))]
         rungs += squared
     scales = tuple(float(max(size[name] for size in sizes)) for name in dims)
-    return [Basis(dims, tuple(m for m, _ in rung), tuple(g for _, g in rung), scales) for rung in rungs]
-
-
-def _times(monomial: Monomial, dimension: int) -> Monomial:
-    return tuple(exponent + (i == dimension) for i, exponent in enumerate(monomial))
+    return [
+        Basis(
+            dims,
+            tuple(each.exponents for each in rung),
+            tuple(each.granules for each in rung),
+            scales,
+            tuple(each.shift for each in rung),
+        )
+        for rung in rungs
+    ]

@@ -1,14 +1,16 @@
-"""Translations whose encoder pads its texts to whole windows inside: two lengths, one of which is rounded up."""
+"""What is rounded inside of a model: texts that an encoder pads to whole windows, sequences that strides shorten."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.helpers.architectures import train
 from tests.helpers.models import Batch, Task
 from tests.helpers.pairs import pair
 
@@ -83,3 +85,42 @@ def test_padding_inside_an_encoder_is_predicted() -> None:
     assert sum(record.sheltered for record in records) <= STEPS // 2
     for record, peak in zip(records, both.budgeted.peaks, strict=True):
         assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+class Listening(nn.Module):
+    """Convolutions with strides, and attention over what they leave."""
+
+    def __init__(self, kernel: int, stride: int, padding: int, count: int) -> None:
+        super().__init__()
+        channels = (16, *(WIDTH,) * count)
+        self.strides = nn.ModuleList(nn.Conv1d(*between, kernel, stride, padding) for between in pairwise(channels))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True) for _ in range(3))
+
+    def forward(self, sound: torch.Tensor) -> torch.Tensor:
+        for convolution in self.strides:
+            sound = convolution(sound).relu()
+        x = sound.transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return x.logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("convolutions", [(3, 2, 1, 1), (4, 4, 0, 1), (3, 2, 0, 2)])
+def test_sequences_that_strides_shorten(convolutions: tuple[int, int, int, int]) -> None:
+    """By a share that is rounded, with padding and without: attention goes with the square of that."""
+    draw = random.Random(0)
+    batches = [{"sound": torch.randn(4, 16, draw.randrange(100, 400))} for _ in range(32)]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Listening(*convolutions)
+
+    done = train(build, batches, "2GB", lambda model, batch: model(batch["sound"]))
+    planned = [
+        (record.predicted_peak_bytes or 0) / peak - 1
+        for record, peak in zip(done.mimose.records, done.peaks, strict=True)
+        if not record.sheltered
+    ]
+    assert len(planned) >= 22
+    assert max(map(abs, planned)) < 0.01
+    assert max(map(abs, planned[-20:])) < 0.001, "exactly, once there are enough of them"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lightning_mimose.predict.features import Basis, bases, padded_bases, varying_dims
+from lightning_mimose.predict.features import Basis, bases, varying_dims
+from lightning_mimose.predict.padding import padded_bases, strided_bases
 
 Size = dict[str, int]
 
@@ -67,11 +68,13 @@ def test_nothing_varies() -> None:
     assert basis.features({"batch": 8, "x:1": 3}).tolist() == [1.0]
 
 
-def spanned(sizes: list[Size], law: Callable[[Size], float]) -> bool:
+def spanned(
+    sizes: list[Size], law: Callable[[Size], float], offer: Callable[[list[Size]], list[Basis]] = _bases
+) -> bool:
     """Whether some basis offered describes a law exactly, and predicts a size that it was not given."""
     unseen = {name: round(1.3 * max(size[name] for size in sizes)) for name in sizes[0]}
     target = np.array([law(size) for size in sizes])
-    for basis in _bases(sizes):
+    for basis in offer(sizes):
         design = np.array([basis.features(size) for size in sizes])
         if np.linalg.matrix_rank(design) < design.shape[1]:
             continue
@@ -146,3 +149,41 @@ def test_texts_in_rows_of_several_are_known_as_such() -> None:
     for sizes in (ROWS, ANSWERS):
         assert any(basis.counts for basis in _bases(sizes))
     assert not any(basis.counts for basis in _bases(PAIRS))
+
+
+SOUNDS = [{"batch": b, "x:2": n} for b in (2, 3) for n in (40, 61, 83, 94, 107, 126, 150, 177, 193, 200)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "strides", "padding"),
+    [
+        ((3,), (2,), 1),
+        ((3, 3), (2, 2), 1),
+        ((3, 3, 3), (2, 2, 2), 1),
+        ((4,), (4,), 0),
+        ((3, 3), (2, 2), 0),
+        ((10, 3, 3), (5, 2, 2), 0),
+        ((7, 5), (3, 2), 1),
+    ],
+)
+def test_what_strides_leave_is_in_a_basis(kernels: tuple[int, ...], strides: tuple[int, ...], padding: int) -> None:
+    """Of one convolution or of several in a row, with attention over what the last one leaves."""
+
+    def law(size: Size) -> float:
+        length, held = size["x:2"], 5.0 * size["x:2"]
+        for kernel, stride in zip(kernels, strides, strict=True):
+            length = (length + 2 * padding - kernel) // stride + 1
+            held += 7 * length
+        return 100 + size["batch"] * (held + 3 * length**2)
+
+    def offered(sizes: list[Size]) -> list[Basis]:
+        dims, _ = varying_dims(sizes)
+        return [*bases(dims, sizes), *strided_bases(dims, sizes)]
+
+    assert spanned(SOUNDS, law, offered)
+
+
+def test_strides_are_of_a_single_length() -> None:
+    """Not of two texts, nor of images."""
+    assert not strided_bases(varying_dims(PAIRS)[0], PAIRS)
+    assert not strided_bases(varying_dims(IMAGES)[0], IMAGES)
