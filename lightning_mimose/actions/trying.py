@@ -164,7 +164,7 @@ class Findings:
 
     def _compare_recipes(self, candidate: Candidate) -> None:
         """Run a trial that compares them; when this returns, nothing is left of it."""
-        lean = LeanSaves(self._sites, len(GRADES), small_bytes=1)
+        lean = LeanSaves(self._sites, len(GRADES), settles=False)
         failure = candidate.run(Trial(), lean=lean)
         if not failure:
             self._session.untried.discard(self._name)

@@ -745,3 +745,44 @@ def test_lengths_in_any_order(order: str) -> None:
     assert len(planned) >= 12
     for record, peak in planned:
         assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+class Tiny(nn.Module):
+    """An MLP of few channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds to its input."""
+        out: torch.Tensor = x + self.down(functional.dropout(functional.gelu(self.up(self.norm(x))), 0.1))
+        return out
+
+
+class Tinies(nn.Module):
+    """Six of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Tiny() for _ in range(6)), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("action", ["lean", "lean+masks", "lean+expansions"])
+def test_what_is_spared_goes_by_sizes_however_small(action: str) -> None:
+    """Of tensors from 64 bytes to 24 KB, the larger ones learnt from first."""
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(count, 16)} for count in (96, 64, 80, 72, 56, 48, 40, 24, 20, 16, 12, 8, 6, 4, 2, 1)]
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        return {f"layers.{index}": action for index in range(6)}
+
+    done = train(Tinies, rows, "2GB", lambda model, batch: model(batch["x"]), planner=planner, units=["layers.*"])
+    planned = planned_peaks(done)
+    assert len(planned) >= 9
+    assert all(abs(predicted - peak) <= 0.003 * peak for predicted, peak in planned)

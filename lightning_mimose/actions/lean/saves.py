@@ -39,8 +39,6 @@ from lightning_mimose.actions.lean.values import Key, Values
 from lightning_mimose.menu import MASKS
 from lightning_mimose.parts import leaves_in
 
-SMALL_BYTES = 2048
-"""Smaller tensors are not worth a recipe."""
 RETURNED = "another unit"
 """In place of the operation that made a tensor: it is another unit's result."""
 WIDEST = 8
@@ -83,7 +81,7 @@ class LeanSaves:
         told: Shown everything that is saved, in order.
         applies: Whether what is decided comes true. Otherwise (in a survey) a recipe that was never tried is taken to
             be right, and masks are not packed.
-        small_bytes: What is smaller keeps its tensor. A trial leaves nothing out: other batches are larger.
+        settles: Whether it is learnt where it is in vain to look for recipes. A trial looks everywhere.
         leaves: Parameters that values may be rebuilt from, as long as nobody changes them; None for any.
         held: What somebody else keeps alive (arguments, buffers): another form of it would be more memory.
         given: What of it may be used again in backward (arguments): whoever uses it has to see that nobody changes it.
@@ -100,7 +98,7 @@ class LeanSaves:
         leaves: Iterable[torch.Tensor] | None = None,
         held: Iterable[Any] = (),
         given: Iterable[Any] = (),
-        small_bytes: int = SMALL_BYTES,
+        settles: bool = True,
         returned: Returned | None = None,
     ) -> None:
         self._sites, self._grade, self._told, self._applies = sites, grade, told, applies
@@ -111,8 +109,7 @@ class LeanSaves:
         self.hold(held, given)
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
-        self._small_bytes = small_bytes
-        self._settles = applies and told is None and small_bytes == SMALL_BYTES
+        self._settles = applies and settles and told is None
         self._kept_in_vain: list[tuple[Spot, tuple[Handle | None, ...]]] = []
         self._rebuilt_here: list[Handle] = []
         self._waiting = WaitingRoom()
@@ -238,8 +235,8 @@ class LeanSaves:
     def _tell_apart(self, handle: Handle, tensor: torch.Tensor, *, is_saved: bool = True) -> None:
         """Say which saved tensor of this call a handle stands for."""
         handle.owner, handle.is_saved = self._values.owner, is_saved
-        # Whether or not it is kept: small ones are, except in a trial. Nor may the same operations be possible, or
-        # bit-equal, on another order of the elements.
+        # Whether or not it is kept. Nor may the same operations be possible, or bit-equal, on another order of the
+        # elements.
         ordered = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() and tensor.is_contiguous()
         handle.identity = 2 * self._count + bool(ordered)
 
@@ -280,7 +277,7 @@ class LeanSaves:
         result = self._returned.of(storage) if self._returned else None
         if result is not None:
             return self._anothers(result, tensor, base)
-        if not self._grade or storage.nbytes() < self._small_bytes:
+        if not self._grade or not storage.nbytes():
             return Kept(tensor)
         if storage in self._held:
             if node is not None and storage in self._values.arguments:
@@ -363,7 +360,7 @@ class LeanSaves:
         if not is_plain(base) or (base.is_leaf and base.requires_grad):
             return False
         storage = base.untyped_storage()
-        return storage.nbytes() >= SMALL_BYTES and storage not in self._held
+        return storage not in self._held
 
     def close_and_leave_out(self, lost: Callable[[], Collection[torch.UntypedStorage]]) -> None:
         """`close`, and from the next call on rebuild nothing from what is lost.
@@ -390,7 +387,7 @@ class LeanSaves:
     def _result(self, base: torch.Tensor, node: Any, output: int) -> Recipe | None:
         """What rebuilds it: that by which it was saved, or another if nothing has saved it."""
         storage = base.untyped_storage()
-        if storage.nbytes() < self._small_bytes or storage in self._held:
+        if storage in self._held:
             return None
         found = self._find(base, storage, node, output)
         return found if isinstance(found, Recipe) else None

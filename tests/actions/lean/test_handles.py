@@ -62,10 +62,13 @@ def test_what_is_not_a_number_is_compared_by_its_bits() -> None:
     assert lean.alive == [False]
 
 
-def test_small_tensors_are_not_worth_a_recipe() -> None:
-    """They stay."""
-    given = [torch.randn(5, 7, requires_grad=True), torch.randn(5, 7, requires_grad=True)]
-    assert Pass(function, given, EVERYTHING).alive == [True]
+@pytest.mark.parametrize("shape", [(5, 7), (1, 1), ()])
+def test_tensors_of_any_size(shape: tuple[int, ...]) -> None:
+    """What a unit spares goes by its sizes alone, in small batches as in large ones."""
+    given = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+    plain, lean = Pass(function, given, None), Pass(function, given, EVERYTHING)
+    assert same_bits(lean.bits, plain.bits)
+    assert lean.alive == [False]
 
 
 def test_in_double_precision() -> None:

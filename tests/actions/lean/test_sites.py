@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.recipe import Recipe
-from lightning_mimose.actions.lean.saves import SMALL_BYTES
 from lightning_mimose.actions.lean.sites import AGAIN, BUSY, MOST_SPOTS, SURE, Sites
 from tests.helpers.lean import EVERYTHING, Pass, Watch, same_bits
 
@@ -87,16 +86,6 @@ def test_what_was_in_vain_for_a_while_is_looked_at_again() -> None:
     for _ in range(CALLS):
         assert kept(torch.randn(40, 32)) == [True]
     assert [False] in [kept(None) for _ in range(AGAIN + 1)]
-
-
-def test_what_is_kept_for_its_size_is_looked_at_in_every_call() -> None:
-    def small(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
-        return (watch(functional.gelu(x * 2)) @ weight).exp()
-
-    sites, rows = Sites(), SMALL_BYTES // (4 * 32) // 2
-    for _ in range(CALLS):
-        assert Pass(small, inputs(rows), 1, sites=sites).alive == [True]
-    assert Pass(small, inputs(8 * rows), 1, sites=sites).alive == [False]
 
 
 def test_settling() -> None:

@@ -221,8 +221,8 @@ def test_what_has_no_recipe_in_one_mode_has_one_in_another() -> None:
     assert Pass(function, inputs, EVERYTHING, sites=first.sites).alive == [False]
 
 
-def test_what_has_no_recipe_in_a_short_batch_has_one_in_a_long_one() -> None:
-    """What it is made from is too small for a recipe there, and nothing makes it again."""
+def test_recipes_are_the_same_in_a_short_batch_and_in_a_long_one() -> None:
+    """Nothing makes again what it is made from, a small tensor."""
 
     def function(watch: Function, x: Tensor, w: Tensor) -> Tensor:
         scores = functional.gelu(x)

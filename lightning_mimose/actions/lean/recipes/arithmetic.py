@@ -87,6 +87,7 @@ def _to(node: Node) -> Made:
 
 @recipe("MeanBackward1", needs_first=True)
 def _mean(node: Node) -> Made:
-    dims = [signed(dim) for dim in node.field("dim")]
+    given = node.field("dim")
+    dims = None if given is None else [signed(dim) for dim in given]  # None for all of them
     x, keepdim = node.edge(0), node.field("keepdim")
     return Made(lambda x: x.mean(dims, keepdim=keepdim), (x,), 0.0, LIGHT * prod(x.shape), gives_away=True)
