@@ -61,6 +61,8 @@ class Advisor(Student):
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
         self._leaner = PlanCache(capacity=KNOWN_PEAKS)
+        self._missed_beyond: dict[BatchSize, int] = {}
+        """By how much such plans missed what they reached, of sizes for which they broke the budget."""
         """Plans for sizes that are not trusted yet, where the shelter breaks the budget."""
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
@@ -113,7 +115,7 @@ class Advisor(Student):
             if plan is None:
                 timeline = self.timeline_of(prediction, resident)
                 if not self._trusts(prediction, timeline):
-                    beyond = self._beyond_shelter(timeline) if size not in self.estimator.shelter_only else None
+                    beyond = self._beyond_shelter(timeline, size)
                     if beyond is not None:
                         self._leaner.put(self._key(size), self.budget_bytes, beyond)
                         return Advice(beyond, None, False)
@@ -191,15 +193,18 @@ class Advisor(Student):
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
         return self.planner.least(self.menu(timeline), self.budget_bytes)
 
-    def _beyond_shelter(self, timeline: Timeline) -> Plan | None:
+    def _beyond_shelter(self, timeline: Timeline, size: BatchSize) -> Plan | None:
         """A plan for a size that is not trusted yet, where the shelter is expected to break the budget.
 
         The shelter is a cut chosen before anything was measured; what is known by now may name a leaner one.
         """
-        if self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
+        if size in self.estimator.shelter_only or (
+            self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes
+        ):
             return None
         least = least_peak_heuristic(self.menu(timeline))
-        return least if least.predicted_peak_bytes <= (1 - 10 * RESERVE_SHARE) * self.budget_bytes else None
+        most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - self._missed_beyond.get(size, 0)
+        return least if least.predicted_peak_bytes <= most_bytes else None
 
     def _unplanned(self, size: BatchSize, resident: Resident, kept_bytes: int) -> Advice:
         """Nothing is to be trusted about a size: it is sheltered, or kept whole where the budget is ample.
@@ -225,9 +230,10 @@ class Advisor(Student):
         margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
         return self.least(timeline).predicted_peak_bytes + margin <= self.budget_bytes
 
-    def not_beyond_shelter(self, size: BatchSize, resident: Resident, peak_bytes: int) -> None:
+    def not_beyond_shelter(self, size: BatchSize, resident: Resident, plan: Plan, peak_bytes: int) -> None:
         """Learn what a plan reached that was to be leaner than the shelter, and broke the budget."""
         self._leaner.clear()
+        self._missed_beyond[size] = max(peak_bytes - plan.predicted_peak_bytes, self._missed_beyond.get(size, 0))
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self.estimator.shelter_only.add(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from lightning_mimose.predict.features import (
     Relation,
     bases,
     may_be_surfaces,
+    values_of,
     varying_dims,
 )
 from lightning_mimose.predict.fit import Fit, Value
@@ -183,12 +184,12 @@ def outlined(
         return found
     plain = best(Expansion(measured), candidates)
     if plain.check.error > GOOD_ERROR:
+        summary = structure.summary(plain.expansion.plain)
         strided = strided_bases(dims, sizes)
-        likely = _likely(strided or padded_bases(dims, sizes), sizes, structure.summary(plain.expansion.plain))
+        likely = _likely(strided or padded_bases(dims, sizes), sizes, summary, GOOD_ERROR if strided else inf)
         other = best(plain.expansion, likely) if likely else plain
         # Of as many as there are for strides one describes anything a little better.
-        enough = GOOD_ERROR if strided else BETTER * plain.check.error
-        plain = other if other.check.error < enough else plain
+        plain = other if other.check.error < (GOOD_ERROR if strided else BETTER * plain.check.error) else plain
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
         found = of_maxima([*smooth, *rounded] if surfaces else rounded)
@@ -233,17 +234,29 @@ def _best(
     return best, basis
 
 
-def _likely(candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], truth: NDArray[np.float64]) -> list[Basis]:
-    """The few of many bases that describe the summary of some sizes best: to check one by its columns takes longer."""
+def _likely(
+    candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], truth: NDArray[np.float64], enough: float
+) -> list[Basis]:
+    """The few of many bases that describe the summary of some sizes best, of those that miss it by less than enough.
+
+    To check one by its columns takes longer.
+    """
+    if not candidates:
+        return []
+    values = values_of(candidates[0].dims, sizes)
     missed: list[tuple[float, int]] = []
+    by_length: dict[int, list[int]] = {}
     for i, basis in enumerate(candidates):
-        if len(basis.monomials) + 2 > len(sizes):
+        by_length.setdefault(len(basis.monomials), []).append(i)
+    for length, alike in by_length.items():
+        if length + 2 > len(sizes):
             continue
-        orthogonal = np.linalg.qr(basis.design(sizes))[0]
-        left = truth - orthogonal @ (orthogonal.T @ truth)
-        free = np.maximum(1 - np.einsum("ij,ij->i", orthogonal, orthogonal), LEVERAGE)
-        missed.append((max(largest_share(left / free[:, None], truth, 0), EXACT_ERROR), i))
-    return [candidates[i] for _, i in sorted(missed)[:MOST_LIKELY]]
+        orthogonal = np.linalg.qr(np.stack([candidates[i].design_at(values) for i in alike]))[0]
+        left = truth - orthogonal @ (orthogonal.swapaxes(1, 2) @ truth)
+        free = np.maximum(1 - np.einsum("kij,kij->ki", orthogonal, orthogonal), LEVERAGE)
+        for i, each in zip(alike, left / free[:, :, None], strict=True):
+            missed.append((max(largest_share(each, truth, 0), EXACT_ERROR), i))
+    return [candidates[i] for error, i in sorted(missed)[:MOST_LIKELY] if error < enough]
 
 
 def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:

@@ -31,6 +31,9 @@ grades, also in those that have less to run."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
+_ALIKE = {"ReshapeAliasBackward0": "ViewBackward0"}
+"""One operation, whose node has another name beside a meter that sees every operation: its places are the same."""
+
 Key = tuple[Any, int]
 """A value: the node of the operation that made it, and which of its outputs it is."""
 
@@ -206,7 +209,7 @@ class Values:
         )
         if recipe.operations > MOST_OPERATIONS:
             return None
-        recipe.identity = hash((name, output, *[each.identity for each in inputs]))
+        recipe.identity = hash((_ALIKE.get(name, name), output, *[each.identity for each in inputs]))
         return recipe
 
     def _leads_nowhere(self, node: Any) -> bool:

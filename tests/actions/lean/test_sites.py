@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mimose.actions.lean.handles import Kept
 from lightning_mimose.actions.lean.recipe import Recipe
@@ -107,3 +109,22 @@ def test_spots_that_never_come_again_are_not_remembered_for_ever() -> None:
     for number in range(2 * MOST_SPOTS):
         sites.settle([((1, number, number, "SinBackward0"), ())], [])
         assert len(sites.idle) <= MOST_SPOTS + 1
+
+
+def test_a_place_is_the_same_beside_a_meter_of_operations() -> None:
+    """Which changes how a reshape is made: places that were compared beside it would be compared again, at a peak."""
+
+    def reshaped(watch: Watch, x: Tensor, weight: Tensor) -> Tensor:
+        parts = functional.gelu(x).permute(1, 0).reshape(4, 8, 40)
+        return watch(parts + 1) * weight[:8, :1]
+
+    class Meter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    sites = Sites()
+    with Meter():
+        assert Pass(reshaped, inputs(), EVERYTHING, sites=sites).alive == [False]
+    known = set(sites.checked)
+    assert Pass(reshaped, inputs(), EVERYTHING, sites=sites).alive == [False]
+    assert sites.checked == known
