@@ -58,7 +58,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         closed: Whether compiled and scripted modules are units at most as a whole: nothing reaches their parts.
 
     Raises:
-        UnitsError: A pattern that matches nothing, no pattern at all, or a model in which nothing can be planned.
+        UnitsError: A pattern that matches nothing, no pattern at all, or a model in which nothing can be planned, as
+            one that was scripted or traced as a whole.
 
     Example:
         >>> from torch import nn
@@ -67,6 +68,12 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None, *, close
         >>> [unit.name for unit in find_units(model) if unit.shelter]
         ['0', '1', '2']
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        kind = getattr(model, "original_name", type(model).__name__)
+        raise UnitsError(
+            f"{kind} was scripted or traced as a whole: nothing reaches the blocks inside of it, so nothing can be "
+            "planned. Train the model itself, and script it afterwards; or script or trace only parts of its blocks."
+        )
     modules = [(name, module) for name, module in model.named_modules() if name]
     if closed:
         whole = tuple(f"{name}." for name, module in modules if _is_closed(module))

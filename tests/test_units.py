@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -297,3 +297,13 @@ def test_compiled_code_is_found_where_modules_name_it(monkeypatch: pytest.Monkey
     assert runs_compiled(nn.Sequential(Named()))
     block.compile()
     assert runs_compiled(nn.Sequential(block))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:FutureWarning")  # from torch 2.14 on
+@pytest.mark.parametrize("close", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 8))])
+def test_a_model_that_is_closed_as_a_whole_is_refused(close: Callable[[nn.Module], nn.Module]) -> None:
+    """By name, rather than by an error of TorchScript's."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)))
+    with pytest.raises(UnitsError, match="Sequential was scripted or traced as a whole"):
+        find_units(close(model))

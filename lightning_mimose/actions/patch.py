@@ -53,6 +53,8 @@ class _Entry(NamedTuple):
     had_own: bool
     alive: weakref.ref[nn.Module]
     ran: set[int] | None
+    lent: bool = False
+    """Whether that forward was only looked up by way of the instance, and is put back nowhere."""
 
 
 _ORIGINAL = "_mimose_original_forward"
@@ -133,6 +135,9 @@ def patch(
     ours = getattr(original, "__func__", None)
     if hasattr(ours, _IS_OURS):  # a copy of a patched module, or put back by somebody who had kept it
         original = module.__dict__.get(_ORIGINAL) or getattr(ours, _BENEATH, None)
+    lent = original is None and isinstance(module, torch.jit.ScriptModule)
+    if lent:  # a traced one, whose class has none that can be read
+        original = module.forward
     if original is not None:
         module.__dict__[_ORIGINAL] = original
     kind, key = type(module), id(module)
@@ -141,7 +146,7 @@ def patch(
         _replacements[kind] = replacement
     alive = weakref.ref(module, lambda _: _handlers.pop(key, None))
     own = _own(alive, original is not None)
-    _handlers[key] = _Entry(make_handler(own), switch, replacement, original is not None, alive, ran)
+    _handlers[key] = _Entry(make_handler(own), switch, replacement, original is not None, alive, ran, lent)
     module.__dict__["forward"] = types.MethodType(replacement, module)
 
 
@@ -180,7 +185,7 @@ def unpatch(module: nn.Module) -> None:
             setattr(entry.replacement, _BENEATH, own)
         return
     module.__dict__.pop("forward")
-    if own is not None:
+    if own is not None and not entry.lent:
         module.__dict__["forward"] = own
 
 

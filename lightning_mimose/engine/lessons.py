@@ -327,8 +327,5 @@ class Lessons:
         return False
 
     def _made_state(self, step: Step) -> bool:
-        """Whether a step that went on from older gradients has updated for the first time inside itself.
-
-        The optimizer's state that came with that comes once. What a very first step does is known to be of its kind.
-        """
-        return step.resident.old_gradient_bytes > 0 and self._ledger.lasting_bytes() > step.own_lasting_bytes
+        """Whether a step has updated for the first time inside itself: optimizer state has come in its midst."""
+        return self._ledger.lasting_bytes() > step.own_lasting_bytes

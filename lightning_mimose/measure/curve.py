@@ -65,6 +65,8 @@ class Curve:
         self._marks: list[Mark] = []
         self._owners: list[int | None] = []
         self._events: dict[int, tuple[str, str, int]] = {}
+        self._aside: dict[int, int] = {}
+        """What old gradients were there when something aside began, by its piece."""
         self._due = 0
         self._thread = 0
         self._missed = False
@@ -156,6 +158,7 @@ class Curve:
         assert self._meter is not None
         interrupted = self._owners[-1]
         self._meter.mark()
+        self._aside[len(self._owners)] = self._gradient_bytes()[0]
         self._owners.append(None)
         try:
             yield
@@ -203,7 +206,6 @@ class Curve:
         owned: dict[int | None, list[Interval]] = {}
         for owner, piece in zip(self._owners, pieces, strict=True):
             owned.setdefault(owner, []).append(piece)
-        aside = max((piece.peak_bytes for piece in owned.get(None, ())), default=0)
         intervals = [
             Interval(owned[i][0].level_bytes, max(piece.peak_bytes for piece in owned[i]))
             for i in range(len(self._marks))
@@ -212,6 +214,8 @@ class Curve:
         before = self._marks[0].old_gradient_bytes
         sees_them_go = self.sees_old_frees and not self._gradients_stay
         freed = [before - mark.old_gradient_bytes if sees_them_go else 0 for mark in self._marks]
+        unseen = not self.sees_old_frees and not self._gradients_stay
+        aside = [pieces[i].peak_bytes + (old - before if unseen else 0) for i, old in self._aside.items()]
         cut, asked = without_asking(
             Piece(
                 owner,
@@ -229,6 +233,6 @@ class Curve:
             tuple([Interval(i.level_bytes + f, i.peak_bytes + f) for i, f in zip(intervals, freed, strict=True)]),
             cut,
             self._meter.allocator,
-            before + aside,
+            before + max(aside, default=0),
             asked,
         )

@@ -132,3 +132,28 @@ def test_they_stay_inside_the_budget(share: float) -> None:
     assert len(missed) >= len(LENGTHS)
     assert all(abs(miss) < 0.01 for miss in missed.values()), missed
     assert same(plain.weights(), fit.weights())
+
+
+class Repeated(ByHand):
+    """Several updates by one batch, as policies are trained."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        """Three of them."""
+        optimizer = self.optimizers()
+        for _ in range(3):
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.back(batch)
+            optimizer.step()  # type: ignore[union-attr]
+
+
+def test_state_that_comes_in_the_midst_of_the_first_step_is_no_activation() -> None:
+    """In batches of one size nothing else would tell: the second was refused a budget that is enough."""
+    data = [text_batch(4, 64, i) for i in range(8)]
+    plain = run(data=data, task=Repeated)
+    callback = MimoseCallback(plain.budget(0.6))
+    fit = run(callback, data=data, task=Repeated)
+    assert all(peak <= callback.budget_bytes for peak in fit.peaks)
+    missed = off(callback, fit)
+    assert len(missed) >= 5
+    assert all(abs(miss) < 0.01 for miss in missed.values()), missed
+    assert same(plain.weights(), fit.weights())

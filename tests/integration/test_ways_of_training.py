@@ -475,12 +475,12 @@ def test_checkpointing_by_hand(task: type[ByHand]) -> None:
     assert any(set(record.actions) - {"model.layers.0"} for record in both.callback.records if not record.sheltered)
 
 
-def scripted(made: Any) -> Any:
-    """`torch.jit.script`, which tells everybody that its time is over."""
+def scripted(made: Any, *example: Any) -> Any:
+    """`torch.jit.script`, or `trace` by an example; both tell everybody that their time is over."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):  # the second from torch 2.14 on
-            warnings.filterwarnings("ignore", ".*torch.jit.script", category)
-        return torch.jit.script(made)
+            warnings.filterwarnings("ignore", ".*torch.jit.", category)
+        return torch.jit.trace(made, example) if example else torch.jit.script(made)
 
 
 GELU = """
@@ -533,6 +533,27 @@ def test_scripted_blocks(caplog: pytest.LogCaptureFixture) -> None:
     assert same(plain.weights(), fit.weights())
     assert {name for record in callback.records for name in record.actions} == {"model.layers.2"}
     assert rerun(callback) >= 1
+
+
+class WithTraces(Task):
+    """A traced block, and one that has a traced part."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        example = torch.randn(2, 3, 32)
+        self.model.layers[0] = scripted(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)), example)
+        self.model.layers[1].mlp = scripted(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)), example)
+
+
+@pytest.mark.conformance(WAYS, "torch.jit.trace in a block", "guarded")
+def test_traced_blocks() -> None:
+    """Their classes have no forward that can be read; it is not left in their instances either."""
+    plain = run(task=WithTraces, data=few(), metered=False)
+    callback = MimoseCallback("1GB", planner=lambda timeline, budget: {"model.layers.2": "recompute"})
+    fit = run(callback, task=WithTraces, data=few(), metered=False)
+    assert same(plain.weights(), fit.weights())
+    assert {name for record in callback.records for name in record.actions} == {"model.layers.2"}
+    assert not any("forward" in vars(module) for module in fit.task.modules())
 
 
 def test_scripted_blocks_while_somebody_elses_profiler_runs() -> None:
