@@ -19,6 +19,7 @@ from lightning_mimose.actions.lean.node import Node
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.recipes.table import TABLE, VIEW, Made, MissingError
 from lightning_mimose.actions.lean.storages import Storages
+from lightning_mimose.errors import is_out_of_memory
 from lightning_mimose.menu import ATTENTION
 
 LONGEST_CHAIN = 12
@@ -178,6 +179,10 @@ class Values:
             view = Node(self, node, depth, output, is_contiguous)
             made: Made | None = entry.make(view)
         except MissingError:
+            return None
+        except Exception as error:  # as in `rebuilds`: one that cannot be made is no reason to end a training
+            if is_out_of_memory(error):
+                raise
             return None
         if made is None:
             return None

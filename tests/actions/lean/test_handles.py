@@ -54,6 +54,20 @@ def test_a_recipe_that_gives_anything_else_is_not_used(wrong: object, monkeypatc
         assert not sites.checked
 
 
+def test_a_recipe_that_cannot_be_made_keeps_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the midst of an operation would be the operation's own."""
+
+    def entry(node: Node) -> Made:
+        raise TypeError("of a kind that nobody has thought of")
+
+    given = [torch.randn(33, 47, requires_grad=True) for _ in range(2)]
+    plain = Pass(function, given, None)
+    monkeypatch.setitem(TABLE, "SinBackward0", Entry(1, entry))
+    lean = Pass(function, given, EVERYTHING)
+    assert same_bits(lean.bits, plain.bits)
+    assert lean.alive == [True]
+
+
 def test_what_is_not_a_number_is_compared_by_its_bits() -> None:
     """It is no difference where both are."""
     x, w = torch.full((33, 47), torch.nan, requires_grad=True), torch.randn(33, 47, requires_grad=True)
