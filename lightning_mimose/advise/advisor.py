@@ -61,8 +61,6 @@ class Advisor(Student):
         self._unlean: frozenset[str] = frozenset()
         self._divisible: frozenset[str] = frozenset()
         self._leaner = PlanCache(capacity=KNOWN_PEAKS)
-        self._missed_beyond: dict[BatchSize, int] = {}
-        """By how much such plans missed what they reached, of sizes for which they broke the budget."""
         """Plans for sizes that are not trusted yet, where the shelter breaks the budget."""
         self.hints: dict[str, str] = {}
         """What about -> advice on operators that would lower the peak."""
@@ -203,7 +201,9 @@ class Advisor(Student):
         ):
             return None
         least = least_peak_heuristic(self.menu(timeline))
-        most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - self._missed_beyond.get(size, 0)
+        most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - self.estimator.missed_beyond.get(
+            size.rounded_up(), 0
+        )
         return least if least.predicted_peak_bytes <= most_bytes else None
 
     def _unplanned(self, size: BatchSize, resident: Resident, kept_bytes: int) -> Advice:
@@ -230,10 +230,19 @@ class Advisor(Student):
         margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
         return self.least(timeline).predicted_peak_bytes + margin <= self.budget_bytes
 
-    def not_beyond_shelter(self, size: BatchSize, resident: Resident, plan: Plan, peak_bytes: int) -> None:
-        """Learn what a plan reached that was to be leaner than the shelter, and broke the budget."""
+    def not_beyond_shelter(self, size: BatchSize, resident: Resident, plan: Plan | None, peak_bytes: int) -> None:
+        """Learn what a plan reached that was to be leaner than the shelter, and broke the budget.
+
+        Args:
+            size: The batch's size.
+            resident: What was resident.
+            plan: The plan; None where it is not to blame for all of it.
+            peak_bytes: What it reached.
+        """
         self._leaner.clear()
-        self._missed_beyond[size] = max(peak_bytes - plan.predicted_peak_bytes, self._missed_beyond.get(size, 0))
+        if plan is not None:
+            missed, known = self.estimator.missed_beyond, size.rounded_up()
+            missed[known] = max(peak_bytes - plan.predicted_peak_bytes, missed.get(known, 0))
         prediction = self.estimator.predict(dict(size.dims))
         if prediction is None or peak_bytes > self._shelter_bytes(self.timeline_of(prediction, resident)):
             self.estimator.shelter_only.add(size)

@@ -57,7 +57,7 @@ class Judge:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
                 self._unlike.compare(predicted, reached)
         if plan is not None and predicted is None and not step.advice.bounded and budget < peak:
-            advisor.not_beyond_shelter(step.size, step.resident, plan, peak)
+            advisor.not_beyond_shelter(step.size, step.resident, plan if exact and clean else None, peak)
 
     def _warn_of(self, step: Step, peak: int) -> None:
         """Tell the user, once, that a planned step broke the budget though it was not expected to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ from lightning_mimose.predict.features import (
     Relation,
     bases,
     may_be_surfaces,
-    values_of,
     varying_dims,
 )
 from lightning_mimose.predict.fit import Fit, Value
@@ -185,11 +184,13 @@ def outlined(
     plain = best(Expansion(measured), candidates)
     if plain.check.error > GOOD_ERROR:
         summary = structure.summary(plain.expansion.plain)
-        strided = strided_bases(dims, sizes)
-        likely = _likely(strided or padded_bases(dims, sizes), sizes, summary, GOOD_ERROR if strided else inf)
-        other = best(plain.expansion, likely) if likely else plain
+        padded = _likely(padded_bases(dims, sizes), sizes, summary)
+        other = best(plain.expansion, padded) if padded else plain
+        plain = other if other.check.error < BETTER * plain.check.error else plain
         # Of as many as there are for strides one describes anything a little better.
-        plain = other if other.check.error < (GOOD_ERROR if strided else BETTER * plain.check.error) else plain
+        strided = strided_bases(dims, sizes, plain.expansion.plain, summary[:, 0])
+        other = best(plain.expansion, strided) if strided else plain
+        plain = other if other.check.error < GOOD_ERROR else plain
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
         found = of_maxima([*smooth, *rounded] if surfaces else rounded)
@@ -234,29 +235,17 @@ def _best(
     return best, basis
 
 
-def _likely(
-    candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], truth: NDArray[np.float64], enough: float
-) -> list[Basis]:
-    """The few of many bases that describe the summary of some sizes best, of those that miss it by less than enough.
-
-    To check one by its columns takes longer.
-    """
-    if not candidates:
-        return []
-    values = values_of(candidates[0].dims, sizes)
+def _likely(candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], truth: NDArray[np.float64]) -> list[Basis]:
+    """The few of many bases that describe the summary of some sizes best: to check one by its columns takes longer."""
     missed: list[tuple[float, int]] = []
-    by_length: dict[int, list[int]] = {}
     for i, basis in enumerate(candidates):
-        by_length.setdefault(len(basis.monomials), []).append(i)
-    for length, alike in by_length.items():
-        if length + 2 > len(sizes):
+        if len(basis.monomials) + 2 > len(sizes):
             continue
-        orthogonal = np.linalg.qr(np.stack([candidates[i].design_at(values) for i in alike]))[0]
-        left = truth - orthogonal @ (orthogonal.swapaxes(1, 2) @ truth)
-        free = np.maximum(1 - np.einsum("kij,kij->ki", orthogonal, orthogonal), LEVERAGE)
-        for i, each in zip(alike, left / free[:, :, None], strict=True):
-            missed.append((max(largest_share(each, truth, 0), EXACT_ERROR), i))
-    return [candidates[i] for error, i in sorted(missed)[:MOST_LIKELY] if error < enough]
+        orthogonal = np.linalg.qr(basis.design(sizes))[0]
+        left = truth - orthogonal @ (orthogonal.T @ truth)
+        free = np.maximum(1 - np.einsum("ij,ij->i", orthogonal, orthogonal), LEVERAGE)
+        missed.append((max(largest_share(left / free[:, None], truth, 0), EXACT_ERROR), i))
+    return [candidates[i] for _, i in sorted(missed)[:MOST_LIKELY]]
 
 
 def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:

@@ -66,6 +66,7 @@ class Estimator:
         token: Stands for it: plans that are made by it are none of another's.
         bounds: What steps take at most that no fit describes.
         shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
+        missed_beyond: Sizes for which such a plan broke the budget -> bytes that it was above what it was to reach.
         broke: Sizes of which a planned step broke the budget -> bytes that it was above its prediction, at most.
         verified: Planned steps that were held against its predictions.
 
@@ -78,6 +79,7 @@ class Estimator:
         self.token = object()
         self.bounds = Bounds()
         self.shelter_only: set[BatchSize] = set()
+        self.missed_beyond: dict[BatchSize, int] = {}
         self.broke: dict[Key, int] = {}
         self.verified = 0
         self.resident_bytes = 0

@@ -104,20 +104,12 @@ class Basis:
 
     def design(self, sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
         """The features of several sizes: shape (sizes, monomials)."""
-        return self.design_at(values_of(self.dims, sizes))
-
-    def design_at(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same of the values of its dimensions, shape (sizes, dimensions)."""
+        values = np.array([[[size[name] for name in self.dims]] for size in sizes], dtype=np.float64)
         granules, scales, exponents = self._granules, self._scales, self._exponents  # type: ignore[attr-defined]
         shifts = self._shifts  # type: ignore[attr-defined]
-        points = np.ceil((values[:, None] - shifts) / granules) * granules / scales
+        points = np.ceil((values - shifts) / granules) * granules / scales
         result: NDArray[np.float64] = np.prod(points**exponents, axis=2)
         return result
-
-
-def values_of(dims: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> NDArray[np.float64]:
-    """What some dimensions are in some sizes, shape (sizes, dimensions)."""
-    return np.array([[size[name] for name in dims] for size in sizes], dtype=np.float64).reshape(len(sizes), len(dims))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,14 @@ tells the others: each adds a multiple of the stride so far.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mimose.predict.checking import USABLE_ERROR
 from lightning_mimose.predict.features import (
     Basis,
     Rung,
@@ -20,12 +25,16 @@ from lightning_mimose.predict.features import (
     monomial,
     scaled,
 )
+from lightning_mimose.predict.solving import LEVERAGE
 
 STRIDES = (
     *((2,), (3,), (4,), (5,), (6,), (8,), (10,), (16,)),
     *((2, 2), (2, 2, 2), (3, 2), (2, 3), (3, 3), (4, 2), (5, 2), (5, 4), (5, 2, 2)),
 )
 """Of patches or of convolutions in a row, the first of them first."""
+SUMS = 3
+"""Of columns, by which many bases are told apart: each with weights of its own, so that nothing cancels out in all."""
+MOST_OFFERED = 4
 
 
 def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
@@ -49,25 +58,78 @@ def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> l
     return scaled(dims, sizes, [*lines, *squares])
 
 
-def strided_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
+def strided_bases(
+    dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], columns: NDArray[np.float64], peaks: NDArray[np.float64]
+) -> list[Basis]:
     """Bases for one length of which strides leave a share that is rounded otherwise than up: without padding, mostly.
 
+    Args:
+        dims: Dimensions that vary.
+        sizes: Some sizes.
+        columns: What was measured of them, shape (sizes, columns).
+        peaks: What those come to, shape (sizes,). Those few bases are offered that describe them best, or else sums
+            of the columns, where peaks are of another moment in some sizes: to check one by every column takes far
+            longer.
+
     Example:
-        >>> frames = [{"x:2": n} for n in (40, 50, 61)]
-        >>> basis = next(each for each in strided_bases(("x:2",), frames) if each.shifts == (0, 0, 3, 3))
-        >>> [round(value * 61) for value in basis.design([{"x:2": n} for n in (40, 43, 44)])[:, 2]]  # whole patches
-        [40, 40, 44]
+        >>> frames = [{"x:2": n} for n in (40, 50, 61, 75, 90, 99, 120)]
+        >>> tokens = np.array([[size["x:2"] // 4] for size in frames], dtype=float)
+        >>> [basis.shifts[-1] for basis in strided_bases(("x:2",), frames, tokens**2, tokens[:, 0])][0]
+        3
     """
     others = [i for i, name in enumerate(dims) if name != "batch"]
     if len(others) != 1 or may_be_surfaces(sizes):
         return []
-    longest = max(size[dims[others[0]]] for size in sizes)
+    lengths = np.array([size[dims[others[0]]] for size in sizes], dtype=np.float64)
+    batch = np.array([size["batch"] for size in sizes], dtype=np.float64) if "batch" in dims else None
+    sums = columns @ np.random.default_rng(0).uniform(0.5, 1.5, (columns.shape[1], SUMS))
+    missed: list[tuple[float, tuple[int, ...], int]] = []
+    for strides, shifts in _rows():
+        designs = _designs(lengths, batch, strides, shifts)
+        if designs.shape[2] + 2 <= len(sizes):
+            shares = np.minimum(_missed(designs, sums), _missed(designs, peaks[:, None]))
+            found = np.flatnonzero((shares < USABLE_ERROR) & (strides[:, -1] < lengths.max()))
+            missed += [(float(shares[i]), tuple(strides[i].tolist()), int(shifts[i])) for i in found]
     line, square = monomial(dims, *others), monomial(dims, *others, *others)
     rungs: list[Rung] = []
+    for _, levels, shift in sorted(missed)[:MOST_OFFERED]:
+        shares_left = [feature(line, stride, others, shift % stride) for stride in levels]
+        rungs.append([feature(monomial(dims)), feature(line), *shares_left, shares_left[-1]._replace(exponents=square)])
+    return scaled(dims, sizes, rungs)
+
+
+@cache
+def _rows() -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Of every number of convolutions: their strides so far, shape (rows, convolutions), and the last one's shift."""
+    rows: dict[int, list[tuple[list[int], int]]] = {}
     for strides in STRIDES:
         levels = list(accumulate(strides, mul))
-        if levels[-1] < longest:
-            for shift in range(1, levels[-1]):
-                shares = [feature(line, stride, others, shift % stride) for stride in levels]
-                rungs.append([feature(monomial(dims)), feature(line), *shares, shares[-1]._replace(exponents=square)])
-    return scaled(dims, sizes, rungs)
+        rows.setdefault(len(levels), []).extend((levels, shift) for shift in range(1, levels[-1]))
+    return [
+        (np.array([levels for levels, _ in each]), np.array([shift for _, shift in each])) for each in rows.values()
+    ]
+
+
+def _designs(
+    lengths: NDArray[np.float64],
+    batch: NDArray[np.float64] | None,
+    strides: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """The features of all rows, shape (rows, sizes, features)."""
+    strides = strides[:, None]
+    left = np.ceil((lengths[:, None] - shifts[:, None, None] % strides) / strides) * strides / lengths.max()
+    one = np.ones((len(strides), len(lengths), 1))
+    features = [one, one * (lengths / lengths.max())[:, None], left, left[:, :, -1:] ** 2]
+    if batch is not None:
+        features = [one, *(each * (batch / batch.max())[:, None] for each in features)]
+    return np.concatenate(features, axis=2)
+
+
+def _missed(designs: NDArray[np.float64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By which share each of some designs misses what it was not given, at most; shape (designs,)."""
+    orthogonal = np.linalg.qr(designs)[0]
+    left = sums - orthogonal @ (orthogonal.swapaxes(1, 2) @ sums)
+    free = np.maximum(1 - np.einsum("kij,kij->ki", orthogonal, orthogonal), LEVERAGE)
+    shares: NDArray[np.float64] = np.abs(left / free[:, :, None] / np.maximum(np.abs(sums), 1.0)).max(axis=(1, 2))
+    return shares

@@ -302,6 +302,32 @@ def test_the_history_of_lbfgs_is_reserved_in_full(history: int, search: str | No
     assert 0.75 * reserved <= max(peaks) <= reserved + 0.01 * parameters
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("evaluations", [3, 8])
+def test_a_line_search_over_a_noisy_loss_is_reserved_in_full(evaluations: int, seed: int) -> None:
+    """What it holds beside its history, where directions are left out of that: dropout makes another loss each time."""
+    torch.manual_seed(seed)
+    model, scale = nn.ParameterList([nn.Parameter(torch.randn(20000) * 0.5)]), torch.rand(20000) * 3
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.5, max_iter=evaluations, history_size=3, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        noise, (p,) = 2 * torch.randn(()), model
+        with torch.no_grad():
+            p.grad = 2 * scale * (p - noise) + 6 * (3 * p + noise).cos()
+            return (scale * (p - noise).square()).sum() + 2 * (3 * p + noise).sin().sum()
+
+    parameters = storage_bytes(model.parameters())
+    reserved = probe_optimizer(optimizer).growing_bytes
+    for _ in range(25):
+        with PeakMeter(model, optimizer) as meter:
+            optimizer.step(closure)
+        # The closure's own: a gradient that is being made beside the last one, of three terms.
+        assert meter.peak_bytes - 2 * parameters <= reserved + 3.01 * parameters
+
+
 def test_state_that_comes_late_is_counted() -> None:
     """An optimizer that begins to keep averages after some updates (Lookahead)."""
     model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -440,6 +441,25 @@ def test_sizes_that_all_are_multiples_say_nothing_of_how_others_are_rounded(seed
         if prediction.trusted:
             total = exact(size).sum()
             assert abs(prediction.values.sum() - total) < 0.05 * total
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_that_strides_without_padding_shorten(seed: int) -> None:
+    """Two convolutions and attention: also where the highest moment is another one in longer sequences."""
+    draw, chance = np.random.default_rng(seed).integers(100, 1000, (4, structure().columns)) * 4.0, random.Random(seed)
+
+    def exact(size: Size) -> NDArray[np.float64]:
+        left = ((size["ids:1"] - 3) // 2 - 2) // 2 + 1
+        held: NDArray[np.float64] = draw[1] * size["ids:1"] + draw[2] * left + draw[3] * left**2 / 8
+        return draw[0] + size["batch"] * held
+
+    sizes = text(*(chance.randrange(100, 400) for _ in range(24)))
+    estimator = learnt(sizes, exact)
+    for length in (103, 209, 355):
+        (size,) = text(length)
+        prediction = predicted(estimator, size)
+        assert prediction.trusted
+        assert prediction.values.sum() == pytest.approx(exact(size).sum(), rel=0.002)
 
 
 @pytest.mark.parametrize("block", [8, 16, 64])

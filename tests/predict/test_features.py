@@ -178,12 +178,16 @@ def test_what_strides_leave_is_in_a_basis(kernels: tuple[int, ...], strides: tup
 
     def offered(sizes: list[Size]) -> list[Basis]:
         dims, _ = varying_dims(sizes)
-        return [*bases(dims, sizes), *strided_bases(dims, sizes)]
+        columns = np.array([[law(size), 3.0 * size["batch"]] for size in sizes])
+        return [
+            *bases(dims, sizes),
+            *strided_bases(dims, sizes, columns, np.array([size["x:2"] % 7 for size in sizes])),
+        ]
 
     assert spanned(SOUNDS, law, offered)
 
 
 def test_strides_are_of_a_single_length() -> None:
     """Not of two texts, nor of images."""
-    assert not strided_bases(varying_dims(PAIRS)[0], PAIRS)
-    assert not strided_bases(varying_dims(IMAGES)[0], IMAGES)
+    for sizes in (PAIRS, IMAGES):
+        assert not strided_bases(varying_dims(sizes)[0], sizes, np.ones((len(sizes), 1)), np.ones(len(sizes)))
