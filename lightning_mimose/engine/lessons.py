@@ -289,7 +289,9 @@ class Lessons:
         if step.begun_late or step.strange:
             return False  # some of it had been there before the meter ran; or it was not what it was taken for
         made_state = self._made_state(step)
-        if not (step.undecided or step.retried or made_state):
+        # A bound may have the optimizer's state twice, as that of a very first step.
+        went_on = made_state and step.resident.old_gradient_bytes > 0
+        if not (step.undecided or step.retried or went_on):
             self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
         if trace.passes_apart:
             return False
