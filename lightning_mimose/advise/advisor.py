@@ -196,14 +196,12 @@ class Advisor(Student):
 
         The shelter is a cut chosen before anything was measured; what is known by now may name a leaner one.
         """
-        if size in self.estimator.shelter_only or (
-            self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes
-        ):
+        missed_bytes = self.estimator.missed_beyond.get(size.rounded_up(), 0)
+        shelter_only = size in self.estimator.shelter_only
+        if shelter_only or self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
             return None
         least = least_peak_heuristic(self.menu(timeline))
-        most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - self.estimator.missed_beyond.get(
-            size.rounded_up(), 0
-        )
+        most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - missed_bytes
         return least if least.predicted_peak_bytes <= most_bytes else None
 
     def _unplanned(self, size: BatchSize, resident: Resident, kept_bytes: int) -> Advice:

@@ -34,7 +34,7 @@ from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
 from lightning_mimose.predict.padding import padded_bases, strided_bases
 from lightning_mimose.predict.shortfalls import shortfalls
-from lightning_mimose.predict.solving import LEVERAGE, monotone
+from lightning_mimose.predict.solving import monotone, unseen_residuals
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -241,10 +241,8 @@ def _likely(candidates: Sequence[Basis], sizes: Sequence[Mapping[str, int]], tru
     for i, basis in enumerate(candidates):
         if len(basis.monomials) + 2 > len(sizes):
             continue
-        orthogonal = np.linalg.qr(basis.design(sizes))[0]
-        left = truth - orthogonal @ (orthogonal.T @ truth)
-        free = np.maximum(1 - np.einsum("ij,ij->i", orthogonal, orthogonal), LEVERAGE)
-        missed.append((max(largest_share(left / free[:, None], truth, 0), EXACT_ERROR), i))
+        left = unseen_residuals(basis.design(sizes), truth)
+        missed.append((max(largest_share(left, truth, 0), EXACT_ERROR), i))
     return [candidates[i] for _, i in sorted(missed)[:MOST_LIKELY]]
 
 

@@ -25,7 +25,7 @@ from lightning_mimose.predict.features import (
     monomial,
     scaled,
 )
-from lightning_mimose.predict.solving import LEVERAGE
+from lightning_mimose.predict.solving import unseen_residuals
 
 STRIDES = (
     *((2,), (3,), (4,), (5,), (6,), (8,), (10,), (16,)),
@@ -83,11 +83,13 @@ def strided_bases(
     lengths = np.array([size[dims[others[0]]] for size in sizes], dtype=np.float64)
     batch = np.array([size["batch"] for size in sizes], dtype=np.float64) if "batch" in dims else None
     sums = columns @ np.random.default_rng(0).uniform(0.5, 1.5, (columns.shape[1], SUMS))
+    known = np.column_stack([sums, peaks])
     missed: list[tuple[float, tuple[int, ...], int]] = []
     for strides, shifts in _rows():
         designs = _designs(lengths, batch, strides, shifts)
         if designs.shape[2] + 2 <= len(sizes):
-            shares = np.minimum(_missed(designs, sums), _missed(designs, peaks[:, None]))
+            each = (np.abs(unseen_residuals(designs, known)) / np.maximum(np.abs(known), 1.0)).max(axis=1)
+            shares = np.minimum(each[:, :SUMS].max(axis=1), each[:, SUMS])
             found = np.flatnonzero((shares < USABLE_ERROR) & (strides[:, -1] < lengths.max()))
             missed += [(float(shares[i]), tuple(strides[i].tolist()), int(shifts[i])) for i in found]
     line, square = monomial(dims, *others), monomial(dims, *others, *others)
@@ -124,12 +126,3 @@ def _designs(
     if batch is not None:
         features = [one, *(each * (batch / batch.max())[:, None] for each in features)]
     return np.concatenate(features, axis=2)
-
-
-def _missed(designs: NDArray[np.float64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By which share each of some designs misses what it was not given, at most; shape (designs,)."""
-    orthogonal = np.linalg.qr(designs)[0]
-    left = sums - orthogonal @ (orthogonal.swapaxes(1, 2) @ sums)
-    free = np.maximum(1 - np.einsum("kij,kij->ki", orthogonal, orthogonal), LEVERAGE)
-    shares: NDArray[np.float64] = np.abs(left / free[:, :, None] / np.maximum(np.abs(sums), 1.0)).max(axis=(1, 2))
-    return shares

@@ -25,6 +25,28 @@ LEVERAGE = 1e-6
 """What a size must leave to the others for them to check it: else a feature rests on it alone."""
 
 
+def unseen_residuals(designs: Floats, values: Floats) -> Floats:
+    """What least squares by all other sizes would miss each size by, as far as others check it.
+
+    Args:
+        designs: Shape (..., sizes, features).
+        values: Shape (sizes, columns).
+
+    Returns:
+        Shape (..., sizes, columns).
+
+    Example:
+        >>> line = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
+        >>> unseen_residuals(line, np.array([[0.0], [1.0], [5.0]]))[:, 0].round(6).tolist()
+        [3.0, -1.5, 3.0]
+    """
+    orthogonal = np.linalg.qr(designs)[0]
+    left = values - orthogonal @ (orthogonal.swapaxes(-1, -2) @ values)
+    free = np.maximum(1 - np.einsum("...ij,...ij->...i", orthogonal, orthogonal), LEVERAGE)
+    residuals: Floats = left / free[..., None]
+    return residuals
+
+
 def monotone(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares per column; non-negative (so that extrapolation is monotone) where that fits as well."""
     inverse = np.linalg.pinv(design)
