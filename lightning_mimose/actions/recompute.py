@@ -44,11 +44,12 @@ class RegionObserver(Protocol):
     def forward_run(self) -> AbstractContextManager[None]:
         """Entered around the run in forward."""
 
-    def recompute_run(self, given: Sequence[Any]) -> AbstractContextManager[None]:
+    def recompute_run(self, given: Sequence[Any], results: list[Any]) -> AbstractContextManager[None]:
         """Entered around every run in backward.
 
         Args:
             given: The leaves of the arguments that it is given, which may be in other memory than in forward.
+            results: Where what it returns will be, if it runs to its end; nobody asks for it, so that it may be emptied.
         """
 
     def recomputed(self, out: Any, left: Mapping[Place, torch.Tensor]) -> None:
@@ -153,17 +154,17 @@ def recompute(
                 same._fix_weakref()  # it may have lost its Python object once: see torch.utils.weak
             filled[i] = given[number] if same is None else same
         inner_args, inner_kwargs = _arguments(filled, spec)
-        watched = observer.recompute_run(filled) if observer else _NOTHING
+        results: list[Any] = []
+        watched = observer.recompute_run(filled, results) if observer else _NOTHING
         # The region holds what it was given only until its own forward has bound it.
         del filled, given, same
         as_found = state.settings.as_found(found)
         kept = state.restored(before, outside) if before or outside else _NOTHING
         stopped = _StoppedInTorchScript() if early else _NOTHING
         with EVERYTHING.lent(switches), as_found, kept, running_again(), stopped, watched:
-            out = original(*inner_args, **inner_kwargs)
+            results.append(original(*inner_args, **inner_kwargs))
             if observer:
-                observer.recomputed(out, left_in(state.modules()))
-            return out
+                observer.recomputed(results[0], left_in(state.modules()))
         return None
 
     if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:

@@ -394,10 +394,10 @@ class Region:
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.region_forward(self._survey)
 
-    def recompute_run(self, given: Sequence[Any]) -> AbstractContextManager[None]:
+    def recompute_run(self, given: Sequence[Any], results: list[Any]) -> AbstractContextManager[None]:
         """Count what the recomputation saves, as long as the step is being recorded."""
         recorder = self._recorder()
-        return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey)
+        return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey, results)
 
     def recomputed(self, out: Any, left: Left) -> None:
         """Remember which storages the recomputation returned, and left as attributes."""

@@ -153,8 +153,14 @@ class Replays:
             call.lost = lost
 
     @contextmanager
-    def of(self, call: Call, survey: Survey | None) -> Iterator[None]:
-        """The recomputation of a region: same nested calls, everything kept alive, saved storages counted."""
+    def of(self, call: Call, survey: Survey | None, results: list[Any]) -> Iterator[None]:
+        """The recomputation of a region: same nested calls, everything kept alive, saved storages counted.
+
+        Args:
+            call: The region's.
+            survey: Looks at what is saved.
+            results: Where what it returns will be. Emptied before its end is marked: others stop before they return.
+        """
         if "again" in call.marks:  # a second backward over the same graph
             self.passes_apart = True
             yield
@@ -213,6 +219,7 @@ class Replays:
             self._times.append((call, began, self._clock.now()))
             call.dynamic = flops.dynamic
             self._expected, self._stack = None, []
+            results.clear()
             call.marks["again_out"] = self._curve.mark(call.key, "again_out")
             if any(not isinstance(mode, ThreadedMode) for mode in _get_current_dispatch_mode_stack()):
                 for slot in filter(None, (ref() for ref in slots)):

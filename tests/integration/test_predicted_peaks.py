@@ -786,3 +786,41 @@ def test_what_is_spared_goes_by_sizes_however_small(action: str) -> None:
     planned = planned_peaks(done)
     assert len(planned) >= 9
     assert all(abs(predicted - peak) <= 0.003 * peak for predicted, peak in planned)
+
+
+class Paired(nn.Module):
+    """Returns two results, which take more than its own backward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixed = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(both[1] + 1)
+        return self.mixed(both[0]), normed
+
+
+class Pairs(nn.Module):
+    """Hands both on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(Paired() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        both = x, x.tanh()
+        for layer in self.layers:
+            both = layer(both)
+        return self.head(both[0] + both[1] * 0.1).square().mean()
+
+
+def test_results_are_not_there_again_while_a_block_goes_back() -> None:
+    """A measured recomputation runs to its end, and others stop before."""
+    data = [{"x": torch.randn(16, length, 8)} for length in LENGTHS]
+    actions = {f"layers.{index}": "recompute" for index in range(3)}
+    done = train(Pairs, data, "2GB", lambda model, batch: model(batch["x"]), planner=lambda timeline, budget: actions)
+    planned = planned_peaks(done)
+    assert len(planned) >= 2
+    assert all(abs(predicted - peak) <= 16 for predicted, peak in planned)

@@ -69,7 +69,7 @@ class LeanRegion:
             yield
 
     @contextmanager
-    def recompute_run(self, given: Sequence[Any]) -> Iterator[None]:
+    def recompute_run(self, given: Sequence[Any], results: list[Any]) -> Iterator[None]:
         """Give the checkpoint a stand-in for whatever has a recipe.
 
         Args:
