@@ -49,7 +49,7 @@ class RegionObserver(Protocol):
 
         Args:
             given: The leaves of the arguments that it is given, which may be in other memory than in forward.
-            results: Where what it returns will be, if it runs to its end; nobody asks for it, so that it may be emptied.
+            results: Where what it returns will be, if it runs to its end; nobody asks for it, so it may be emptied.
         """
 
     def recomputed(self, out: Any, left: Mapping[Place, torch.Tensor]) -> None:

@@ -135,6 +135,11 @@ class Student(Forecast):
             self._forget_plans()
         return waits
 
+    def wait_for(self, size: BatchSize) -> None:
+        """Measure the next step of batches like one that did what no step had done, before any is planned again."""
+        self.estimator.wait_for(dict(size.dims))
+        self._forget_plans()
+
     def learn_inputs(
         self, size: BatchSize, actions: Mapping[str, str], fates: Mapping[frozenset[str], Sequence[str | None]]
     ) -> bool:

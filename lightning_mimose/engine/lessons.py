@@ -97,6 +97,8 @@ class Lessons:
         step.strange = seen.kind not in (None, step.kind)
         if seen.doubts and not step.sheltered:
             self._advisor.misses.verified = 0  # the next are held against theirs
+            if seen.is_new:
+                self._advisor.wait_for(step.size)
         for size in seen.mixed:
             self._advisor.unlearn(size)
         if seen.renews:

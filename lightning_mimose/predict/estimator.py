@@ -183,6 +183,10 @@ class Estimator:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self.observed.waits.strange(tuple(sorted(dims)))
 
+    def wait_for(self, dims: Iterable[str]) -> None:
+        """A planned step did what none had done: the next one with these dimensions tells whether that goes on."""
+        self.observed.waits.next(tuple(sorted(dims)))
+
     def heed(self, dims: Iterable[str], structure: Structure) -> bool:
         """A measured step tells nothing but its path; returns whether batches with these dimensions wait for it now."""
         names = tuple(sorted(dims))

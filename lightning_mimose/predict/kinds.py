@@ -177,12 +177,14 @@ class Seen(NamedTuple):
         renews: Whether what was learnt before is to be learnt anew.
         mixed: Sizes of which something was learnt in steps of other kinds than it was taken for.
         doubts: Whether predictions may not hold, for it was another one than could be foreseen.
+        is_new: Whether nothing like it had come, nor was to be expected: if it goes on, what it takes is not known.
     """
 
     kind: int | None
     renews: bool = False
     mixed: frozenset[Any] = frozenset()
     doubts: bool = False
+    is_new: bool = False
 
 
 class Kinds:
@@ -295,7 +297,8 @@ class Kinds:
             kind.index = len(self._named)
             self._named.append(kind)
         if not kind.is_sure:
-            return self._by_size(conflicts) if is_first else Seen(None, doubts=is_new and steady >= STEADY)
+            is_new &= steady >= STEADY
+            return self._by_size(conflicts) if is_first else Seen(None, doubts=is_new, is_new=is_new)
         return self._known(kind, mixed)
 
     def _of_size(self, size: Hashable, path: Hashable, count: Hashable) -> tuple[Hashable, bool]:

@@ -87,6 +87,10 @@ class Waits:
         self._strange[kind] = 0
         self.left[kind] = SETTLED_AFTER if one_of_several else 0
 
+    def next(self, kind: tuple[str, ...]) -> None:
+        """The next measured step is waited for."""
+        self.left[kind] = max(1, self.left[kind])
+
     def strange(self, kind: tuple[str, ...]) -> bool:
         """A planned step took a new path, of which nothing is known but that; returns whether it is waited for.
 

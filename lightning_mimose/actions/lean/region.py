@@ -74,6 +74,7 @@ class LeanRegion:
 
         Args:
             given: See `LeanSaves`. Where another unit has handed it on, it is not in the memory that it was in before.
+            results: Of no interest.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         task = torch._C._current_graph_task_id()
@@ -119,8 +120,8 @@ class LeanRegion:
 def _stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One element for all that a checkpoint asks nothing but the shape of; on a CPU in memory that no step counts."""
     if device.type != "cpu":
-        return torch.empty(1, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype)
+        return torch.empty((), dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(dtype.itemsize, np.uint8)).view(dtype).squeeze()
 
 
 class _Numbered:
