@@ -73,4 +73,5 @@ def test_a_teacher_that_comes_late_breaks_the_budget_once_at_most(share: float) 
     assert len(planned) >= len(data) - BEGINS - 1 - LEARNING
     for step in planned:
         predicted = records[step].predicted_peak_bytes
-        assert predicted is not None and abs(predicted - done.peaks[step]) <= 0.01 * done.peaks[step]
+        assert predicted is not None
+        assert abs(predicted - done.peaks[step]) <= 0.01 * done.peaks[step]

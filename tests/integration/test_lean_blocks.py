@@ -208,3 +208,41 @@ def test_a_loop_that_is_longer_than_any_before(action: str) -> None:
     shares = {step: records[step].predicted_peak_bytes / ours.peaks[step] for step in longer}
     assert min(shares.values()) > 0.9995
     assert shares[7] < 1.005
+
+
+class Looks(nn.Module):
+    """Attention from one sequence to another, whose keys are its values or others."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+        self.stem, self.head = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Adds what it finds."""
+        x, y = self.stem(x), self.stem(y)
+        for block in self.blocks:
+            x = x + block(x, y, 2 * y if self.apart else y, need_weights=self.apart)[0]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_queries_of_another_sequence_are_lean_in_every_step(apart: bool) -> None:
+    """Torch's attention adds biases in place, but under a mode, as in steps that are measured."""
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        return {unit: "lean+products" for unit in timeline.units if (unit, "lean+products") in timeline.option_index}
+
+    batches = [{"x": torch.randn(12, 40, 8), "y": torch.randn(12, 56, 8)} for _ in range(12)]
+    build, loss = partial(Looks, apart=apart), lambda model, batch: model(batch["x"], batch["y"]).square().mean()
+    plain = train(build, batches, loss_fn=loss)
+    ours = train(build, batches, "1GB", loss, planner=planner)
+    assert equal(plain, ours)
+    planned = [step for step, record in enumerate(ours.mimose.records) if record.lean_units]
+    assert len(planned) >= 8
+    for step in planned:
+        predicted = ours.mimose.records[step].predicted_peak_bytes
+        assert abs(predicted - ours.peaks[step]) <= 0.005 * ours.peaks[step]
+        assert ours.peaks[step] < 0.97 * plain.peaks[step]

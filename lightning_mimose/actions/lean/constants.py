@@ -39,6 +39,8 @@ class Constants(TorchFunctionMode):
         self.versions: dict[Place, int] = {}
         self.changed: set[Place] = set()
         self._running: list[tuple[torch.Tensor, int, Any]] = []
+        self._attends = False
+        """Whether torch's own multi-head attention runs, whose operations are not seen."""
 
     def forget(self) -> None:
         """Let go of every node."""
@@ -59,7 +61,7 @@ class Constants(TorchFunctionMode):
         place = base.grad_fn, base.output_nr
         if place in self.changed:
             return False
-        if base._version == self.versions.get(place, 0):
+        if base._version == self.versions.get(place, 0) or (self._attends and _is_linear(base)):
             return True
         # An in-place operation that is still running saves its result.
         return any(
@@ -113,12 +115,13 @@ class Constants(TorchFunctionMode):
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, position, default = _DROPOUTS[func]
-        before = self.dropout, self.masked
+        before = self.dropout, self.masked, self._attends
         self.dropout, self.masked = argument(args, kwargs, position, name, default), Masked.of(func, args, kwargs)
+        self._attends = func is functional.multi_head_attention_forward
         try:
             return func(*args, **kwargs)
         finally:
-            self.dropout, self.masked = before
+            self.dropout, self.masked, self._attends = before
 
     def _sum(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -132,12 +135,9 @@ class Constants(TorchFunctionMode):
 
     def _linear(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        # It adds the bias in place where its input is not contiguous. Of what other functions write on their results
-        # nobody can tell whether autograd knows of it.
-        if isinstance(out, torch.Tensor) and out.requires_grad and out._version == 1 and not out._is_view():
-            node = out.grad_fn
-            if node is not None and node.name() == "AddBackward0":
-                self.versions[node, out.output_nr] = 1
+        # Of what other functions write on their results nobody can tell whether autograd knows of it.
+        if isinstance(out, torch.Tensor) and out.requires_grad and _is_linear(out):
+            self.versions[out.grad_fn, out.output_nr] = 1
         return out
 
     def _norm(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -160,6 +160,14 @@ class Constants(TorchFunctionMode):
     def _note(self, out: Any, **constants: Any) -> None:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None:
             self.seen[out.grad_fn] = constants
+
+
+def _is_linear(out: torch.Tensor) -> bool:
+    """Whether a tensor is as `linear` makes it of an input that is not contiguous: it adds the bias in place."""
+    if out._version != 1 or out._is_view():
+        return False
+    node = out.grad_fn
+    return node is not None and node.name() == "AddBackward0"
 
 
 def _has_written(args: Any, kwargs: Any) -> bool:

@@ -87,3 +87,24 @@ def test_nothing_to_differentiate() -> None:
     with torch.no_grad():
         out, _ = region(block, x)
     assert not out.requires_grad
+
+
+class Scaled(nn.Module):
+    """Saves numbers in tensors without dimensions, of which some are rebuilt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * functional.gelu(functional.silu(self.scale)).exp() * x.mean().tanh().square()
+
+
+def test_numbers_without_dimensions() -> None:
+    """A stand-in is of their shape as well."""
+    block, x = Scaled(), torch.randn(40, 32, requires_grad=True)
+    plain = torch.autograd.grad(block(x).square().sum(), [x, block.scale])
+    state = WrittenState(block)
+    observer = LeanRegion(Sites(), len(GRADES), state.parameters, [], lambda saves: None)
+    out = recompute(lambda x: Scaled.forward(block, x), (x,), {}, state, observer)
+    assert all(map(torch.equal, plain, torch.autograd.grad(out.square().sum(), [x, block.scale])))
