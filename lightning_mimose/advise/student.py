@@ -20,7 +20,7 @@ from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 22
+STATE_VERSION = 23
 
 
 class Student(Forecast):

@@ -76,7 +76,9 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
         self._left_out: frozenset[int] = frozenset()
-        self._posture = Posture(model)
+        self._posture = Posture(model, ledger.trained_now)
+        self._planned_for: tuple[bool, ...] | None = None
+        """The parameters that are trained in the steps that the advisor now knows of."""
         self._told = {0}
         """Kinds of step that the user was told of."""
         self._others = others
@@ -124,9 +126,10 @@ class Decisions:
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
-                advisor.forget()
-                advisor.misses.trained_anew()
-                self._posture.look()
+                if not before or len(before) != len(ledger.trained or ()) or not advisor.postures.follows:
+                    advisor.forget()  # else what was learnt while others were trained is laid aside, as of any posture
+                    advisor.misses.trained_anew()
+                    self._posture.look()
                 self.reserve(ledger.optimizers)
         stay = bool(ledger.left_out)
         if ledger.left_out != self._left_out or stay != advisor.beside_staying:
@@ -191,8 +194,15 @@ class Decisions:
         """Take up what is known of steps in which modules are set like that, of the kind that is foreseen."""
         is_new, switched = self._advisor.take_posture(modes, kind), False
         if self._advisor.postures.follows and may_try:
-            switched = self._session.take_modes(modes)
-        if is_new and switched:
+            switched = self._session.take_modes(self._posture.of_modules(modes))
+        trained, self._planned_for = self._planned_for, modes[len(self._posture.of_modules(modes)) :]
+        if is_new and trained not in (None, self._planned_for):
+            self._advisor.misses.trained_anew()
+            self._advisor.announce(
+                f"mimose: other parameters are trained since batch {batch_idx} of epoch {epoch}: what steps take is "
+                "learnt anew"
+            )
+        elif is_new and switched:
             self._advisor.announce(
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "
                 f"{batch_idx} of epoch {epoch}: what steps take is learnt anew"

@@ -1,12 +1,13 @@
-"""How a model's modules are set when a step begins: what decides which operations run, and is in no batch.
+"""How a model is set when a step begins: what decides which operations run and save something, and is in no batch.
 
-Evaluation mode switches dropout and norms' statistics off; a rate of 0 switches dropout off, too. What a step takes is
-another thing then, at every size.
+Evaluation mode switches dropout and norms' statistics off; a rate of 0 switches dropout off, too; what is frozen saves
+less, and what comes before it nothing. What a step takes is another thing then, at every size.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -26,6 +27,7 @@ class Posture:
 
     Args:
         model: The model; it is not kept alive.
+        trained: Tells which parameters are trained: the same object until that changes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -40,8 +42,9 @@ class Posture:
         (False, False)
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, trained: Callable[[], tuple[bool, ...]] = tuple) -> None:
+        self._model, self._are_trained = weakref.ref(model), trained
+        self._trained: tuple[bool, ...] = ()
         self._asking: list[weakref.ref[nn.Module]] = []
         self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
         self._read: list[Any] = []
@@ -100,12 +103,19 @@ class Posture:
         self._turned[began] = now, times + 1 if now == found else 1
         return now != expected
 
+    def of_modules(self, modes: tuple[bool, ...]) -> tuple[bool, ...]:
+        """The part of a posture that is no parameter's."""
+        return modes[: len(self._read)]
+
     def now(self) -> tuple[bool, ...]:
-        """Whether each module trains that asks for it, then whether each rate is more than 0."""
+        """Whether each module trains that asks for it, each rate is more than 0, and each parameter is trained."""
         modes = [module.training for ref in self._asking if (module := ref()) is not None]
         rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
         before, self._read = self._read, [*modes, *rates]
-        if len(before) != len(self._read) or not all(map(is_, before, self._read)):
+        trained_before, self._trained = self._trained, self._are_trained()
+        same = trained_before is self._trained and len(before) == len(self._read)
+        if not same or not all(map(is_, before, self._read)):
             # A tensor's value would have to be waited for.
-            self._now = (*modes, *(rate != 0 if isinstance(rate, (int, float)) else True for rate in rates))
+            are_used = (rate != 0 if isinstance(rate, (int, float)) else True for rate in rates)
+            self._now = (*modes, *are_used, *self._trained)
         return self._now

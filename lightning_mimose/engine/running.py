@@ -162,12 +162,20 @@ class Running:
             self._metering.begin_late(step)
 
     def look_at_posture(self) -> None:
-        """Shelter the step that is running if modules were switched since it began; no unit has run yet."""
+        """Plan the step that is running anew if the model was switched since it began; no unit has run yet.
+
+        Raises:
+            BudgetInfeasibleError: No plan keeps it inside the budget as the model is set now.
+        """
         step = self.step
         if step is None or step.updating or not self._decisions.turns(step):
             return
-        if self._decisions.agreement is None and not step.undecided:  # a rank recomputes nothing alone
+        if self._decisions.agreement is not None or step.undecided:  # a rank recomputes nothing alone
+            return
+        if step.spare_bytes:
             self.shelter()
+        else:
+            self.decide(step.size)
 
     def shelter_rest(self) -> None:
         """As `shelter`, of the units that are still to run."""

@@ -302,6 +302,12 @@ class ResidentLedger:
         """Whether some were frozen, as far as a part of the parameters tells: whole layers are, mostly."""
         return not all(map(_REQUIRES_GRAD, self._training[::_STRIDE]))
 
+    def trained_now(self) -> tuple[bool, ...]:
+        """Which parameters are trained, in order, as far as a part of those tells that were: see `trains_fewer`."""
+        if self.trained is None or self.trains_more() or self.trains_fewer():
+            self._count()
+        return self.trained or ()
+
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
         self._count()

@@ -35,6 +35,9 @@ from lightning_mimose.size_functions import check_size_fn
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+MOST_LEARNT = 4
+"""Sets of trained parameters whose steps are remembered, where another one begins an epoch."""
+
 
 class MimoseCallback(Callback):
     """Keeps every training step inside a memory budget, at the least cost in time. Results do not change.
@@ -103,6 +106,8 @@ class MimoseCallback(Callback):
         self._run: Run | None = None
         self._advisor: Advisor | None = None
         self._loaded: dict[str, Any] | None = None
+        self._learnt: dict[str, dict[str, Any]] = {}
+        """Fingerprint of what was trained -> what had been learnt by then, the latest last."""
         self._history = History()
         self._metrics = StepMetrics()
         self._evaluation = EvaluationMeter()
@@ -245,7 +250,12 @@ class MimoseCallback(Callback):
                     "lightning-mimose and is not used; the first steps measure again."
                 )
         elif self._advisor is not None:
-            engine.advisor.load_state_dict(self._advisor.state_dict())
+            self._learnt.pop(self._advisor.fingerprint, None)
+            self._learnt[self._advisor.fingerprint] = self._advisor.state_dict()
+            while len(self._learnt) > MOST_LEARNT:
+                del self._learnt[next(iter(self._learnt))]
+            if engine.advisor.fingerprint in self._learnt:
+                engine.advisor.load_state_dict(self._learnt[engine.advisor.fingerprint])
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan this batch."""

@@ -93,6 +93,39 @@ class Freezing(Task):
             self.model.layers[:2].requires_grad_(False)
 
 
+class InTurns(Task):
+    """Two layers are frozen in every other round of four batches, or in every other batch."""
+
+    every = 4
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """After the callback's."""
+        self.model.layers[:2].requires_grad_(batch_idx // self.every % 2 == 0)
+
+
+class ByTurns(InTurns):
+    """In every other batch."""
+
+    every = 1
+
+
+class InEpochs(Task):
+    """Two layers are frozen in every other epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before the first batch."""
+        self.model.layers[:2].requires_grad_(self.current_epoch % 2 == 0)
+
+
+class InItself(Task):
+    """Two layers are unfrozen inside a step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss."""
+        self.model.layers[:2].requires_grad_(batch_idx >= WHEN)
+        return super().training_step(batch, batch_idx)
+
+
 def planned(callback: MimoseCallback, peaks: Sequence[int]) -> int:
     """Checks what was predicted; returns how many steps were planned."""
     found = 0
@@ -124,6 +157,40 @@ def test_no_step_is_over_and_most_are_planned(task: type[Task], share: float) ->
     assert same(plain.weights(), fit.weights())
     assert max(fit.peaks) <= budget < max(plain.peaks)
     assert planned(callback, fit.peaks) >= STEPS - 7
+
+
+@pytest.mark.parametrize(
+    ("task", "share", "learns"),
+    [
+        pytest.param(task, 0.5, learns, id=task.__name__, marks=pytest.mark.conformance(WAYS, what, "works"))
+        for task, learns, what in [
+            (InTurns, 10, "layers frozen and unfrozen in turns, some batches each"),
+            (ByTurns, 10, "layers frozen and unfrozen in turns, one batch each"),
+            (InItself, 11, "layers unfrozen by the step itself"),
+        ]
+    ],
+)
+def test_what_is_trained_in_turns_is_learnt_once(task: type[Task], share: float, learns: int) -> None:
+    """Each time that it comes again what was learnt of it holds."""
+    data = few(count=2 * STEPS)
+    plain = run(task=task, data=data)
+    callback = MimoseCallback(budget := plain.budget(share))
+    fit = run(callback, task=task, data=data)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget < max(plain.peaks)
+    assert planned(callback, fit.peaks) >= 2 * STEPS - learns
+
+
+def test_what_is_trained_in_every_other_epoch_is_learnt_once() -> None:
+    data = few(count=8)
+    plain = run(task=InEpochs, data=data, max_epochs=6)
+    callback = MimoseCallback(budget := plain.budget(0.5))
+    fit = run(callback, task=InEpochs, data=data, max_epochs=6)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget < max(plain.peaks)
+    planned(callback, fit.peaks)
+    sheltered = sum(record.sheltered for record in list(callback.records)[2 * len(data) :])
+    assert sheltered <= 4  # one where an epoch begins, if its fit takes longer than a step may wait
 
 
 def test_gradients_that_nobody_zeroes_are_told_of() -> None:
