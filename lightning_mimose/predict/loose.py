@@ -75,7 +75,10 @@ def gone(structure: Structure, value: NDArray[np.int64], places: Places) -> Iter
     for number, loose in enumerate(structure.loose):
         if loose.was_held and loose.lasts:
             continue  # it is there, whoever holds it besides
-        size, ending = int(value[loose.size]), int(value[loose.ending])
+        size = int(value[loose.size])
+        ending = min(
+            int(value[loose.ending]), size
+        )  # a fit may say more, where memory was highest before in some sizes
         if not loose.was_held:  # what was measured after its last use is without it
             last_out = max(structure.calls[i].out_time for i in loose.holders)
             yield Gone(number, size, backward | (when >= last_out))

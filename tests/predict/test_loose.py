@@ -92,3 +92,16 @@ def test_what_is_gone_is_told_once_for_each_position() -> None:
         (1, MASK, [False, False, True, True, True], True),
         (1, PARTLY[1], [False, True, False, False, False], False),
     ]
+
+
+def test_a_fit_that_says_that_more_than_all_of_it_goes_says_that_all_does() -> None:
+    """Polynomials do not follow what is the whole size in some sizes and less in others."""
+    whole, values = structure((X, MASK))
+    more, above = structure((X + 1, MASK + 2))
+    block = {"block": "recompute"}
+    expected, found = (
+        assemble(made, columns, RESIDENT, rates=Rates(1e-9), minimum_share=0.0)
+        for made, columns in ((whole, values), (more, above))
+    )
+    assert found.base_bytes.tolist() == expected.base_bytes.tolist()
+    assert found.level_bytes(found.chosen(block)).tolist() == expected.level_bytes(expected.chosen(block)).tolist()
