@@ -76,7 +76,7 @@ class Decisions:
         self._sharded = sharded_modules(model)
         self._trained: tuple[bool, ...] | None = None
         self._left_out: frozenset[int] = frozenset()
-        self._posture = Posture(model, ledger.trained_now)
+        self._posture = Posture(model)
         self._planned_for: tuple[bool, ...] | None = None
         """The parameters that are trained in the steps that the advisor now knows of."""
         self._told = {0}
@@ -140,7 +140,7 @@ class Decisions:
             advisor.hint("staying", hint)
             if hint is not None:
                 advisor.announce(f"mimose: {hint}")
-        modes = self._posture.expected()
+        modes = self._posture.expected(ledger.trained or ())
         kind = advisor.postures.foresee(modes, batch_idx)
         self._take_posture(modes, kind, batch_idx, epoch)
         data = batch_bytes(batch)
@@ -179,10 +179,11 @@ class Decisions:
 
     def turns(self, step: Step) -> bool:
         """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
-        turned = self._posture.turned() and self._advisor.postures.follows
+        trained = self._ledger.trained_now()
+        turned = self._posture.turned(trained) and self._advisor.postures.follows
         if not turned:
             return False
-        modes = self._posture.now()
+        modes = self._posture.now(trained)
         step.kind = self._advisor.postures.foresee(modes, step.batch_idx, begins=False)
         # Of several ranks the plan stays in force: it was made for what had been tried.
         self._take_posture(modes, step.kind, step.batch_idx, step.epoch, may_try=self.agreement is None)

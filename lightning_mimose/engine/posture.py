@@ -7,7 +7,6 @@ less, and what comes before it nothing. What a step takes is another thing then,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -27,7 +26,6 @@ class Posture:
 
     Args:
         model: The model; it is not kept alive.
-        trained: Tells which parameters are trained: the same object until that changes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -42,8 +40,8 @@ class Posture:
         (False, False)
     """
 
-    def __init__(self, model: nn.Module, trained: Callable[[], tuple[bool, ...]] = tuple) -> None:
-        self._model, self._are_trained = weakref.ref(model), trained
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._trained: tuple[bool, ...] = ()
         self._asking: list[weakref.ref[nn.Module]] = []
         self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -78,9 +76,9 @@ class Posture:
         self._rates = [(weakref.ref(module), name) for module, name in rates]
         self._read = []
 
-    def expected(self) -> tuple[bool, ...]:
-        """How they will be set in the forward of the step that begins, as far as is known."""
-        self._began = self.now()
+    def expected(self, trained: tuple[bool, ...] = ()) -> tuple[bool, ...]:
+        """How they will be set in the forward of the step that begins, as far as is known; see `now`."""
+        self._began = self.now(trained)
         return self._expected(self._began)
 
     def _expected(self, began: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -89,11 +87,11 @@ class Posture:
         found, times = self._turned.get(began, (began, 0))
         return found if times >= SURE else began
 
-    def turned(self) -> bool:
+    def turned(self, trained: tuple[bool, ...] = ()) -> bool:
         """A unit is called; returns whether they are set otherwise than was expected, by a hook of the user's, say."""
         if self._began is None:
             return False
-        now, began = self.now(), self._began
+        now, began = self.now(trained), self._began
         if now is began and not self._turned:
             return False
         expected = self._expected(began)
@@ -107,12 +105,16 @@ class Posture:
         """The part of a posture that is no parameter's."""
         return modes[: len(self._read)]
 
-    def now(self) -> tuple[bool, ...]:
-        """Whether each module trains that asks for it, each rate is more than 0, and each parameter is trained."""
+    def now(self, trained: tuple[bool, ...] = ()) -> tuple[bool, ...]:
+        """Whether each module trains that asks for it, each rate is more than 0, and each parameter is trained.
+
+        Args:
+            trained: The last of these, in order; the same object for as long as they are the same.
+        """
         modes = [module.training for ref in self._asking if (module := ref()) is not None]
         rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
         before, self._read = self._read, [*modes, *rates]
-        trained_before, self._trained = self._trained, self._are_trained()
+        trained_before, self._trained = self._trained, trained
         same = trained_before is self._trained and len(before) == len(self._read)
         if not same or not all(map(is_, before, self._read)):
             # A tensor's value would have to be waited for.

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.engine.core import Engine
-from lightning_mimose.errors import MimoseError
+from lightning_mimose.errors import LossError, MimoseError
 from lightning_mimose.explain.samples import MakeBatch, say
 from lightning_mimose.loop import own_loss
 from lightning_mimose.predict.estimator import Estimator, Prediction
@@ -263,7 +263,17 @@ def loss_of(model: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
     """The loss of a batch as training would compute it; a LightningModule's logging is off meanwhile."""
     if not isinstance(model, LightningModule):
         model.train()
-        yield lambda batch: own_loss(model, batch)
+
+        def own(batch: Any) -> torch.Tensor:
+            try:
+                return own_loss(model, batch)
+            except LossError as error:
+                raise LossError(
+                    f"{type(model).__name__} returns no scalar loss, and nothing says what training makes of it. "
+                    "Name a LightningModule, or a model that returns its loss (alone, first, or as `loss`)."
+                ) from error
+
+        yield own
         return
     if not model.automatic_optimization:
         raise MimoseError(

@@ -19,10 +19,16 @@ STEP_END = "end step"
 FEW_BYTES = 512
 """What a step leaves behind if it leaves nothing: its loss, and other numbers."""
 
+MOST_BYTES = 1 << 50
+"""More than any device has; of so many a thousand can be added up without overflow."""
+
 
 def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Columns as whole numbers, none of which is negative: what would hold more than it frees frees nothing."""
-    return np.maximum(np.rint(values), 0).astype(np.int64)
+    """Columns as whole numbers, none of which is negative: what would hold more than it frees frees nothing.
+
+    Nor larger than what many of may still be added up: sizes that somebody asks for may be of any length.
+    """
+    return np.clip(np.rint(values), 0, MOST_BYTES).astype(np.int64)
 
 
 def levels(

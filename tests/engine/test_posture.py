@@ -87,3 +87,13 @@ def test_no_module_is_kept_alive() -> None:
     gc.collect()
     assert ref() is None
     posture.now()
+
+
+def test_what_is_trained_is_a_part_of_it() -> None:
+    """And is found to be other than it was when the step began."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    posture, everything, head = Posture(net), (True, True), (False, True)
+    assert posture.expected(head) == (*posture.now(), *head)
+    assert not posture.turned(head)
+    assert posture.turned(everything)
+    assert posture.of_modules(posture.now(everything)) == posture.now()

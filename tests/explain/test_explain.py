@@ -38,6 +38,10 @@ class Text(TinyText):
         print("noise from the model")
         return super().forward(input_ids, labels)
 
+class Lossless(Text):
+    def forward(self, input_ids, labels):
+        return self.embed(input_ids)
+
 class Lit(pl.LightningModule):
     """A LightningModule with a loader, which logs."""
 
@@ -223,6 +227,7 @@ def test_a_model_of_transformers_needs_nothing_else(capsys: pytest.CaptureFixtur
         (["{p}:instance", "--init", "a=3", "--size", "batch=2"], "is a model already"),
         (["{p}:instance", "--size", "batch=2"], "--batch"),
         (["{p}:Manual", "--size", "batch=2,input_ids:1=16"], "automatic_optimization=False"),
+        (["{p}:Lossless", "--size", "batch=2,tokens=16"], "Name a LightningModule, or a model that returns its loss"),
         (["{p}:Lit", "--size", "batch=2,words=16"], "it has batch, input_ids:1"),
         (["{p}:Text", "--size", "batch=2,words=16"], "make_batch(batch=2, words=16) failed"),
         (["{p}:Broken", "--batch", "{p}:text", "--size", "batch=2,tokens=16"], "no such luck, really"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mimose.menu import KEEP
+from lightning_mimose.predict.rows import whole_bytes
 from lightning_mimose.predict.timeline import Option, SharedHold, Timeline
 
 
@@ -97,3 +98,10 @@ def test_a_timeline_is_left_unchanged_by_questions() -> None:
     held.peak_bytes({"a": "recompute", "b": "recompute"})
     assert (held.base_bytes == before[0]).all()
     assert (held.relief_bytes == before[1]).all()
+
+
+def test_what_a_fit_says_of_sizes_without_end_can_be_added_up() -> None:
+    """A thousand of them, without overflow; nothing is less than nothing."""
+    whole = whole_bytes(np.array([2.4, -3.0, 1e30] + 999 * [1e19]))
+    assert whole[:2].tolist() == [2, 0]
+    assert whole[2:].sum() > 1 << 59
