@@ -38,14 +38,15 @@ class Lent(NamedTuple):
         nbytes: Of it.
         until: The first interval from which on it is the call's alone.
         storages: Those of them that the call returned; the others are casts.
-        end: What cuts the last interval before `until` at the moment it ends; None where it lasts as long as that.
+        ends: What cuts the last interval before `until` at each moment at which some of it ends, in order of time, and
+            the bytes that end there; none where all of it lasts as long as that.
     """
 
     may_be: bool
     nbytes: int
     until: int
     storages: frozenset[int]
-    end: Event | None = None
+    ends: tuple[tuple[Event, int], ...] = ()
 
 
 def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
@@ -82,10 +83,20 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         # Within a region nothing is cut: it is there for a part of that interval, and so is spared in none of it.
         return Lent(may_be, nbytes, until + 1, frozenset(returned))
     found = Lent(may_be, nbytes, until, frozenset(returned))
-    ends = [trace.ends.get((call.key, IS_GONE, given)) for given in returned.values()]
-    piece = min((index for index in ends if index is not None and trace.pieces[index].mark == until), default=None)
-    end = None if piece is None else trace.pieces[piece].event
-    return found if end is None else found._replace(until=until + 1, end=end)
+    there = {index: saved.only[kept] for kept, given in returned.items() if (index := _cut(trace, call, given)) >= 0}
+    ends, left = list[tuple[Event, int]](), nbytes
+    for index, size in sorted(there.items()):
+        event = trace.pieces[index].event
+        if event is not None and trace.pieces[index].mark == until:
+            ends.append((event, min(size, left)))
+            left -= ends[-1][1]
+    return found._replace(until=until + 1, ends=tuple(ends)) if ends else found
+
+
+def _cut(trace: StepTrace, call: Call, given: int) -> int:
+    """The piece that begins where a result of a call ends; -1 where none does."""
+    index = trace.ends.get((call.key, IS_GONE, given))
+    return -1 if index is None else index
 
 
 def pieces_beside(trace: StepTrace, lends: Iterable[Lent]) -> list[int]:
@@ -93,7 +104,7 @@ def pieces_beside(trace: StepTrace, lends: Iterable[Lent]) -> list[int]:
 
     So that it can be taken off the whole interval; relative as in `Interval`.
     """
-    ends = {each.end: each.nbytes for each in lends if each.end is not None}
+    ends = dict(end for each in lends for end in each.ends)
     gone: dict[int, int] = {}
     peaks = []
     for index, piece in enumerate(trace.pieces):
@@ -108,7 +119,7 @@ def pieces_beside(trace: StepTrace, lends: Iterable[Lent]) -> list[int]:
 
 def peaks_beside(trace: StepTrace, lends: Sequence[Lent], pieces: Sequence[int]) -> dict[int, int]:
     """Peaks of the intervals in which something lent ends: of their pieces, see `pieces_beside`."""
-    ends = {each.end for each in lends if each.end is not None}
+    ends = {event for each in lends for event, _ in each.ends}
     marks = {piece.mark for piece in trace.pieces if piece.event in ends}
     peaks: dict[int, int] = {}
     for piece, peak in zip(trace.pieces, pieces, strict=True):

@@ -46,11 +46,21 @@ def test_ends_within_one_interval_add_up() -> None:
 
 def test_an_interval_counts_as_if_everything_had_been_kept() -> None:
     """In a sheltered step what a block returned and would save is gone at its start; kept, it is there to the end."""
-    returned = Lent(True, 60, 1, frozenset({7}), ("block", IS_GONE, 7))
-    pieces = (Piece(0, 100, 100), Piece(0, 100, 100, returned.end, rest_bytes=50), Piece(0, 50, 55, ("", LET_GO, 1)))
+    end = ("block", IS_GONE, 7)
+    returned = Lent(True, 60, 1, frozenset({7}), ((end, 60),))
+    pieces = (Piece(0, 100, 100), Piece(0, 100, 100, end, rest_bytes=50), Piece(0, 50, 55, ("", LET_GO, 1)))
     trace = StepTrace((), (Mark("step", "start", 0, 0),), (Interval(100, 100),), pieces=pieces)
     assert ended(trace, {1: 20}) == {1: 0}
     assert ended(trace, {1: 20}, returned) == {1: max(100, 50 + 60, 55 + 60) - max(100, 50 + 60, 55 + 60 - 20)}
+
+
+def test_results_that_end_one_after_the_other_count_until_each_of_them_does() -> None:
+    """The second is there as long as the first alone is gone, and is not added to itself."""
+    first, second = ("block", IS_GONE, 7), ("block", IS_GONE, 8)
+    returned = Lent(True, 60, 1, frozenset({7, 8}), ((first, 10), (second, 50)))
+    pieces = (Piece(0, 100, 100), Piece(0, 90, 90, first, rest_bytes=80), Piece(0, 80, 80, second, rest_bytes=30))
+    trace = StepTrace((), (Mark("step", "start", 0, 0),), (Interval(100, 100),), pieces=pieces)
+    assert pieces_beside(trace, [returned]) == [100, 90, 90]
 
 
 class Block(nn.Module):
