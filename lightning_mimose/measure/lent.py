@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.trace import IS_GONE, Event, StepTrace
 from lightning_mimose.menu import RECOMPUTE
-from lightning_mimose.predict.shapes import NEVER
+from lightning_mimose.predict.shapes import END_OF, NEVER
 
 
 class SavedBy(NamedTuple):
@@ -70,7 +70,8 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
     gone = {given: at for given, _, at in pairs if at is not None and first <= at < last}
     returned = {kept: given for given, kept, _ in pairs if kept in saved.only and given in gone}
     late = {kept: given for kept, given in returned.items() if any(given in each.held for each in calls)}
-    returned = late or returned  # those that are there when backward begins: that is where steps are highest
+    # Those that are there when backward begins, or until shortly before: that is where steps are highest.
+    returned = late or _ending_last(trace, returned, gone)
     if not returned or call.cached_bytes:
         # Both at once end at different times; casts are more.
         return Lent(may_be, min(call.cached_bytes, max(0, saved.nbytes)), call.cached_until, frozenset())
@@ -91,6 +92,15 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
             ends.append((event, min(size, left)))
             left -= ends[-1][1]
     return found._replace(until=until + 1, ends=tuple(ends)) if ends else found
+
+
+def _ending_last(trace: StepTrace, returned: Mapping[int, int], gone: Mapping[int, int]) -> dict[int, int]:
+    """Of what a call returned, what ends after the last mark of units and of the step itself that any of it ends after."""
+    marks = {kept: gone[given] for kept, given in returned.items()}
+    while any(trace.marks[at].name == END_OF for at in marks.values()):
+        marks = {kept: at - (trace.marks[at].name == END_OF) for kept, at in marks.items()}
+    last = max(marks.values(), default=0)
+    return {kept: given for kept, given in returned.items() if marks[kept] == last}
 
 
 def _cut(trace: StepTrace, call: Call, given: int) -> int:

@@ -841,31 +841,40 @@ class Looking(nn.Module):
 
 
 class Streams(nn.Module):
-    """Two streams of such blocks in turns; what the last ones have returned is held while the loss is computed."""
+    """Two streams of such blocks in turns; what the last ones have returned is held while the loss is computed.
 
-    def __init__(self) -> None:
+    Or one of all blocks' results, longer than the other.
+    """
+
+    def __init__(self, *, collects: bool = False) -> None:
         super().__init__()
+        self.collects = collects
         self.stem, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 50)
         self.long, self.short = (nn.ModuleList(Looking() for _ in range(3)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, y = self.stem(x), self.stem(x[:, :17])
+        collected = []
         for long, short in zip(self.long, self.short, strict=True):
             results = long(x, y)
             others = short(y, x)
             x, y = results[0], others[0]
+            if self.collects:
+                collected.append((results[1], others[1]))
         return self.head(x).log_softmax(-1).square().mean() + y.square().mean()
 
 
+@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("action", ["keep", "recompute", "lean"])
-def test_results_that_are_let_go_of_one_after_the_other_count_once(action: str) -> None:
+def test_results_that_are_let_go_of_one_after_the_other_count_once(action: str, collects: bool) -> None:
     """Those of one block end at two moments, between which the one that is left is there in any case."""
 
     def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
         return {unit: action for unit in timeline.units if (unit, action) in timeline.option_index}
 
     data = [{"x": torch.randn(4, length, 8)} for length in (68, 72, 40, 96, 84, 80, 56, 92, 64, 76, 88)]
-    done = train(Streams, data, "2GB", lambda model, batch: model(batch["x"]), planner=planner)
+    build = partial(Streams, collects=collects)
+    done = train(build, data, "2GB", lambda model, batch: model(batch["x"]), planner=planner)
     planned = planned_peaks(done)
     assert len(planned) >= 5
-    assert all(abs(predicted - peak) <= 0.001 * peak for predicted, peak in planned)
+    assert all(abs(predicted - peak) <= (0.01 if collects else 0.001) * peak for predicted, peak in planned)
