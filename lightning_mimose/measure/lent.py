@@ -95,12 +95,16 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
 
 
 def _ending_last(trace: StepTrace, returned: Mapping[int, int], gone: Mapping[int, int]) -> dict[int, int]:
-    """Of what a call returned, what ends after the last mark of units and of the step itself that any of it ends after."""
-    marks = {kept: gone[given] for kept, given in returned.items()}
-    while any(trace.marks[at].name == END_OF for at in marks.values()):
-        marks = {kept: at - (trace.marks[at].name == END_OF) for kept, at in marks.items()}
-    last = max(marks.values(), default=0)
-    return {kept: given for kept, given in returned.items() if marks[kept] == last}
+    """Of what a call returned, what ends last: after the same mark, but for those that only tell of ends."""
+
+    def ends_after(given: int) -> int:
+        mark = gone[given]
+        while trace.marks[mark].name == END_OF:
+            mark -= 1
+        return mark
+
+    marks = {kept: ends_after(given) for kept, given in returned.items()}
+    return {kept: returned[kept] for kept, mark in marks.items() if mark == max(marks.values())}
 
 
 def _cut(trace: StepTrace, call: Call, given: int) -> int:
