@@ -222,17 +222,18 @@ class Student(Forecast):
         if everywhere:  # else plans of other postures hold: each estimator has its own
             self._forget_plans()
 
-    def take_posture(self, modes: Modes, kind: int) -> bool:
+    def take_posture(self, modes: Modes, kind: int, *, begins: bool = True) -> bool:
         """A step begins. What was learnt from steps in which modules were set otherwise says nothing of it.
 
         Args:
             modes: How they are set, see `engine.posture`.
             kind: Of which kind the step is, as far as is foreseen, see `predict.kinds`.
+            begins: See `Postures.take`.
 
         Returns:
             Whether nothing is known of such steps.
         """
-        changed, known = self.postures.take(modes, kind, self.estimator)
+        changed, known = self.postures.take(modes, kind, self.estimator, begins=begins)
         if changed:
             self.forget(known, everywhere=False)
         return changed and known is None

@@ -77,8 +77,10 @@ class Decisions:
         self._trained: tuple[bool, ...] | None = None
         self._left_out: frozenset[int] = frozenset()
         self._posture = Posture(model)
-        self._planned_for: tuple[bool, ...] | None = None
-        """The parameters that are trained in the steps that the advisor now knows of."""
+        self._modes: tuple[bool, ...] | None = None
+        """The posture of the steps that the advisor now knows of."""
+        self._told_of: set[tuple[bool, ...]] = set()
+        """Postures, with what is trained in them, that the user was told of."""
         self._told = {0}
         """Kinds of step that the user was told of."""
         self._others = others
@@ -177,6 +179,14 @@ class Decisions:
             self.settle(step, size)
         return step
 
+    @property
+    def may_decide_again(self) -> bool:
+        """Whether a step whose first unit is called may be planned anew.
+
+        A rank recomputes nothing alone; and what a step of several that share a budget may take was claimed before.
+        """
+        return self.agreement is None and self._tenancy is None
+
     def turns(self, step: Step) -> bool:
         """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
         trained = self._ledger.trained_now()
@@ -186,23 +196,32 @@ class Decisions:
         modes = self._posture.now(trained)
         step.kind = self._advisor.postures.foresee(modes, step.batch_idx, begins=False)
         # Of several ranks the plan stays in force: it was made for what had been tried.
-        self._take_posture(modes, step.kind, step.batch_idx, step.epoch, may_try=self.agreement is None)
+        self._take_posture(modes, step.kind, step.batch_idx, step.epoch, may_try=self.agreement is None, begins=False)
         return True
 
     def _take_posture(
-        self, modes: tuple[bool, ...], kind: int, batch_idx: int, epoch: int, *, may_try: bool = True
+        self,
+        modes: tuple[bool, ...],
+        kind: int,
+        batch_idx: int,
+        epoch: int,
+        *,
+        may_try: bool = True,
+        begins: bool = True,
     ) -> None:
         """Take up what is known of steps in which modules are set like that, of the kind that is foreseen."""
-        is_new, switched = self._advisor.take_posture(modes, kind), False
+        is_new, switched = self._advisor.take_posture(modes, kind, begins=begins), False
         if self._advisor.postures.follows and may_try:
             switched = self._session.take_modes(self._posture.of_modules(modes))
-        trained, self._planned_for = self._planned_for, modes[len(self._posture.of_modules(modes)) :]
-        if is_new and trained not in (None, self._planned_for):
+        before, self._modes, modules = self._modes, modes, len(self._posture.of_modules(modes))
+        if is_new and before is not None and before[modules:] != modes[modules:]:
             self._advisor.misses.trained_anew()
-            self._advisor.announce(
-                f"mimose: other parameters are trained since batch {batch_idx} of epoch {epoch}: what steps take is "
-                "learnt anew"
-            )
+            if modes not in self._told_of:
+                self._told_of.add(modes)
+                self._advisor.announce(
+                    f"mimose: other parameters are trained since batch {batch_idx} of epoch {epoch}: what steps take "
+                    "is learnt for itself"
+                )
         elif is_new and switched:
             self._advisor.announce(
                 f"mimose: modules were switched between training and evaluation, or dropout on or off, before batch "

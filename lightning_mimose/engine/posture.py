@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-MOST_TURNS, SURE = 8, 2
-"""Postures that steps began in, and how many times in a row their forwards found another one for it to be expected."""
+MOST_TURNS, MOST_FOUND = 8, 12
+"""Postures that steps began in, and how many of their forwards are remembered. A period of up to half as many steps is
+told of them (networks that take turns, one that is trained five times as often), or what two found in a row."""
 _ANYHOW = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Identity),
     *(nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.ModuleList, nn.ModuleDict, nn.Sequential),
@@ -49,8 +50,8 @@ class Posture:
         self._now: tuple[bool, ...] = ()
         """What was read in them, the last time."""
         self._began: tuple[bool, ...] | None = None
-        self._turned: dict[tuple[bool, ...], tuple[tuple[bool, ...], int]] = {}
-        """As a step began -> as its forward found them the last time, and how many times in a row."""
+        self._turned: dict[tuple[bool, ...], list[tuple[bool, ...]]] = {}
+        """As steps began -> as their forwards found them, the latest last."""
         self.look()
 
     def look(self) -> None:
@@ -82,10 +83,11 @@ class Posture:
         return self._expected(self._began)
 
     def _expected(self, began: tuple[bool, ...]) -> tuple[bool, ...]:
-        if not self._turned:
-            return began
-        found, times = self._turned.get(began, (began, 0))
-        return found if times >= SURE else began
+        found = self._turned.get(began, []) if self._turned else []
+        for period in range(1, len(found) // 2 + 1):
+            if found[period:] == found[:-period]:
+                return found[-period]
+        return found[-1] if found and found[-2:-1] == found[-1:] else began
 
     def turned(self, trained: tuple[bool, ...] = ()) -> bool:
         """A unit is called; returns whether they are set otherwise than was expected, by a hook of the user's, say."""
@@ -94,11 +96,13 @@ class Posture:
         now, began = self.now(trained), self._began
         if now is began and not self._turned:
             return False
+        self._began = None  # a step turns once: what is decided about it anew asks again
         expected = self._expected(began)
-        found, times = self._turned.get(began, (began, 0))
         if len(self._turned) >= MOST_TURNS and began not in self._turned:
             self._turned.clear()
-        self._turned[began] = now, times + 1 if now == found else 1
+        found = self._turned.setdefault(began, [])
+        found.append(now)
+        del found[:-MOST_FOUND]
         return now != expected
 
     def of_modules(self, modes: tuple[bool, ...]) -> tuple[bool, ...]:

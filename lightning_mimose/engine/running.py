@@ -170,9 +170,9 @@ class Running:
         step = self.step
         if step is None or step.updating or not self._decisions.turns(step):
             return
-        if self._decisions.agreement is not None or step.undecided:  # a rank recomputes nothing alone
+        if step.undecided or self._decisions.agreement is not None:
             return
-        if step.spare_bytes:
+        if step.spare_bytes or not self._decisions.may_decide_again:
             self.shelter()
         else:
             self.decide(step.size)

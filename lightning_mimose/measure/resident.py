@@ -305,8 +305,8 @@ class ResidentLedger:
     def trained_now(self) -> tuple[bool, ...]:
         """Which parameters are trained, in order, as far as a part of those tells that were: see `trains_fewer`."""
         if self.trained is None or self.trains_more() or self.trains_fewer():
-            self._count()
-        return self.trained or ()
+            return tuple(map(_REQUIRES_GRAD, self._tensors))
+        return self.trained
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""

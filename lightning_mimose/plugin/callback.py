@@ -252,10 +252,10 @@ class MimoseCallback(Callback):
         elif self._advisor is not None:
             self._learnt.pop(self._advisor.fingerprint, None)
             self._learnt[self._advisor.fingerprint] = self._advisor.state_dict()
-            while len(self._learnt) > MOST_LEARNT:
-                del self._learnt[next(iter(self._learnt))]
             if engine.advisor.fingerprint in self._learnt:
                 engine.advisor.load_state_dict(self._learnt[engine.advisor.fingerprint])
+            while len(self._learnt) > MOST_LEARNT:
+                del self._learnt[next(iter(self._learnt))]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan this batch."""

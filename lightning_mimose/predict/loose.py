@@ -76,9 +76,8 @@ def gone(structure: Structure, value: NDArray[np.int64], places: Places) -> Iter
         if loose.was_held and loose.lasts:
             continue  # it is there, whoever holds it besides
         size = int(value[loose.size])
-        ending = min(
-            int(value[loose.ending]), size
-        )  # a fit may say more, where memory was highest before in some sizes
+        # A fit may say that more than all of it goes, where memory was highest before that in some of its sizes.
+        ending = min(int(value[loose.ending]), size)
         if not loose.was_held:  # what was measured after its last use is without it
             last_out = max(structure.calls[i].out_time for i in loose.holders)
             yield Gone(number, size, backward | (when >= last_out))

@@ -50,6 +50,8 @@ class Postures:
         self._apart: dict[Modes, tuple[Kinds, dict[int, Estimator]]] = {}
         """By modes, the latest last: their kinds, and what was learnt of each but for the present one."""
         self._new = 0
+        self._counted = False
+        """Whether the latest step has begun in a new one."""
         self._steps = 0
 
     @property
@@ -69,14 +71,17 @@ class Postures:
         kinds = self.kinds if modes == self.now or not self.follows else self._of(modes)[0]
         return kinds.foresee(self._steps, place)
 
-    def take(self, modes: Modes, kind: int, learnt: Estimator) -> Taken:
+    def take(self, modes: Modes, kind: int, learnt: Estimator, *, begins: bool = True) -> Taken:
         """A step begins, or turns out to be another.
 
         Args:
             modes: How modules are set.
             kind: Of which kind it is, as far as is foreseen.
             learnt: What was learnt of the steps before it.
+            begins: Whether it begins; if not, it was never in the modes that it was taken to be in.
         """
+        self._new -= self._counted and not begins
+        self._counted = False
         before, kind_before = self.now, self._kind
         switched = modes != before and self.follows
         self.now, self._kind = modes, kind
@@ -93,7 +98,8 @@ class Postures:
         if before is None:
             return Taken(changed=False)
         found = known.pop(kind, None)
-        self._new += switched and found is None
+        self._counted = switched and found is None
+        self._new += self._counted
         return Taken(True, found)
 
     def _of(self, modes: Modes) -> tuple[Kinds, dict[int, Estimator]]:

@@ -26,9 +26,9 @@ MOST_BYTES = 1 << 50
 def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Columns as whole numbers, none of which is negative: what would hold more than it frees frees nothing.
 
-    Nor larger than what many of may still be added up: sizes that somebody asks for may be of any length.
+    Nor so large that a thousand of them could not be added up: sizes that somebody asks for may be of any length.
     """
-    return np.clip(np.rint(values), 0, MOST_BYTES).astype(np.int64)
+    return np.clip(np.rint(np.nan_to_num(values)), 0, MOST_BYTES).astype(np.int64)
 
 
 def levels(

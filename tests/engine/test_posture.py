@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -95,5 +96,18 @@ def test_what_is_trained_is_a_part_of_it() -> None:
     posture, everything, head = Posture(net), (True, True), (False, True)
     assert posture.expected(head) == (*posture.now(), *head)
     assert not posture.turned(head)
+    posture.expected(head)
     assert posture.turned(everything)
+    assert not posture.turned(everything), "a step turns once"
     assert posture.of_modules(posture.now(everything)) == posture.now()
+
+
+@pytest.mark.parametrize("period", [2, 3, 5])
+def test_what_turns_in_every_so_many_th_step_is_expected(period: int) -> None:
+    """Two networks that take turns, or one that is trained more often than the other; after two periods."""
+    posture, turned = Posture(nn.Linear(2, 2)), []
+    for number in range(4 * period):
+        posture.expected((True, True))
+        turned.append(posture.turned((True, False) if number % period else (False, True)))
+    assert turned[0]
+    assert not any(turned[2 * period :])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose import Mimose, MimoseCallback
+from lightning_mimose import Mimose, MimoseCallback, SharedBudget
 from lightning_mimose.budget import format_bytes
 from tests.helpers.fits import run, same
 from tests.helpers.models import Batch, Block, Task
@@ -179,6 +179,39 @@ def test_what_is_trained_in_turns_is_learnt_once(task: type[Task], share: float,
     assert same(plain.weights(), fit.weights())
     assert max(fit.peaks) <= budget < max(plain.peaks)
     assert planned(callback, fit.peaks) >= 2 * STEPS - learns
+
+
+class Alternating(Task):
+    """Two halves of a model, of which every step trains one, as networks are that play against each other."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """What is trained is put back at the end, as `untoggle_optimizer` does."""
+        half = self.model.layers[:2] if batch_idx % 2 else self.model.layers[2:]
+        half.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After backward."""
+        self.model.layers.requires_grad_(True)
+
+
+@pytest.mark.parametrize("door", ["callback", "size_fn", "shared"])
+@pytest.mark.parametrize("task", [InItself, Alternating])
+def test_a_step_that_turns_is_decided_about_once_more(task: type[Task], door: str) -> None:
+    """Once, although its units' parts are called after them, and wherever its size is read."""
+    data = few(count=2 * STEPS)
+    plain = run(task=task, data=data)
+    budget = plain.budget(0.5)
+    callback = {
+        "callback": lambda: MimoseCallback(budget),
+        "size_fn": lambda: MimoseCallback(budget, size_fn=lambda batch: batch["input_ids"].shape[1]),
+        "shared": lambda: MimoseCallback(SharedBudget(budget, device="cpu")),
+    }[door]()
+    fit = run(callback, task=task, data=data)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget < max(plain.peaks)
+    assert not callback.report().guarded
+    assert sum(not record.sheltered for record in callback.records) >= STEPS
 
 
 def test_what_is_trained_in_every_other_epoch_is_learnt_once() -> None:
