@@ -137,3 +137,15 @@ def test_a_posture_that_teaches_nothing_is_no_reason_to_give_up_modes() -> None:
     for step in range(8 * MOST_NEW):
         postures.take(TRAIN, step % 2, usual if step % 2 else Estimator())
     assert postures.follows
+
+
+def test_a_posture_that_no_step_ran_in_is_no_reason_to_give_up_modes() -> None:
+    """Steps begin in it, and turn before anything has run: two networks of which each step trains another."""
+    postures, known = Postures(), {TRAIN: learnt(), EVAL: learnt()}
+    now = known[TRAIN]
+    for step in range(8 * MOST_NEW):
+        began = postures.take((True, False), 0, now)
+        taken = postures.take(TRAIN if step % 2 else EVAL, 0, began.known or Estimator(), begins=False)
+        now = taken.known or known[TRAIN if step % 2 else EVAL]
+    assert postures.follows
+    assert taken.known is known[TRAIN]
