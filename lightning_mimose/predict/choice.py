@@ -29,6 +29,7 @@ from lightning_mimose.predict.features import (
     may_be_surfaces,
     varying_dims,
 )
+from lightning_mimose.predict.fewer import fewer_bases
 from lightning_mimose.predict.fit import Fit, Value
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
@@ -190,6 +191,10 @@ def outlined(
         # Of as many as there are for strides one describes anything a little better.
         strided = strided_bases(dims, sizes, plain.expansion.plain, summary[:, 0])
         other = best(plain.expansion, strided) if strided else plain
+        plain = other if other.check.error < GOOD_ERROR else plain
+        # Of what decides next to nothing it takes many sizes to learn how little that is.
+        fewer = _likely(fewer_bases(dims, sizes), sizes, summary) if plain.check.error > GOOD_ERROR else []
+        other = best(plain.expansion, fewer) if fewer else plain
         plain = other if other.check.error < GOOD_ERROR else plain
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):

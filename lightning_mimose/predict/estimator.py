@@ -32,6 +32,10 @@ from lightning_mimose.predict.rates import AGAIN_SECONDS, Rates, overlapped
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
+FAR, NEAR = 4.0, 1.25
+"""How many times as large as those that were measured, or as small, sizes may be that a good fit is believed of. The
+second is for one that is no more than usable, and for dimensions that a fit does without."""
+
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
@@ -343,9 +347,9 @@ class Estimator:
         if len(self) < self._enough:
             return False
         if error <= GOOD_ERROR:
-            reach = 4.0
+            reach = FAR
         elif error <= times * USABLE_ERROR and fit.sizes >= times * self._patience * max(1, len(fit.basis.dims)):
-            reach = 1.25
+            reach = NEAR
         else:
             return False
         for name in self._turns.keys() & dims.keys():
@@ -353,7 +357,9 @@ class Estimator:
                 fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self._turns[name]
             ):
                 return False
-        return all(fit.low[name] / reach <= value <= fit.high[name] * reach for name, value in dims.items())
+        unused = set(fit.sides) - set(fit.basis.dims)  # so far they have decided next to nothing
+        reaches = ((name, value, NEAR if name in unused else reach) for name, value in dims.items())
+        return all(fit.low[name] / near <= value <= fit.high[name] * near for name, value, near in reaches)
 
     def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.

@@ -238,7 +238,7 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
         ]
         for i in others
         for j in others
-        if i != j and surfaces and (len(others) == 2 or (len(others) == 3 and _of_one_tensor(dims[i], dims[j])))
+        if i != j and surfaces and (len(others) == 2 or (len(others) == 3 and of_one_tensor(dims[i], dims[j])))
     ]
 
     def rounded(exponents: Monomial, granule: int) -> Feature:
@@ -269,7 +269,8 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
     return scaled(dims, sizes, rungs)
 
 
-def _of_one_tensor(name: str, other: str) -> bool:
+def of_one_tensor(name: str, other: str) -> bool:
+    """Whether two dimensions are sides of the same tensor, as far as their names tell."""
     return name.rpartition(":")[0] == other.rpartition(":")[0]
 
 
