@@ -29,7 +29,7 @@ from lightning_mimose.predict.features import (
     may_be_surfaces,
     varying_dims,
 )
-from lightning_mimose.predict.fewer import fewer_bases
+from lightning_mimose.predict.fewer import fewer_bases, may_do_without, together
 from lightning_mimose.predict.fit import Fit, Value
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
@@ -129,13 +129,15 @@ class Choice:
                 short = shortfalls(self.structure, missing, self.check.error * peaks)
         names = self.sizes[0].keys()
         sides = tuple(name for name in self.dims if name != "batch")
+        unused = tuple(name for name in sides if name not in self.basis.dims)
+        high = {name: max(size[name] for size in self.sizes) for name in names}
         return Fit(
             self.basis,
             solved,
             self.check.error,
             len(self.sizes),
             {name: min(size[name] for size in self.sizes) for name in names},
-            {name: max(size[name] for size in self.sizes) for name in names},
+            high,
             doubtful(self.check, values, self.structure, self.resident_bytes),
             self.relations,
             inverse,
@@ -147,16 +149,24 @@ class Choice:
             self.check.resting if self.check.resting.size else None,
             short,
             expansion.collapsed if expansion and self.local is None else None,
+            unused,
+            max((together(size, unused, high) for size in self.sizes), default=0.0),
         )
 
 
 def outlined(
-    sizes: Sequence[Mapping[str, int]], measured: Sequence[Measured], structure: Structure, resident_bytes: int
+    sizes: Sequence[Mapping[str, int]],
+    measured: Sequence[Measured],
+    structure: Structure,
+    resident_bytes: int,
+    *,
+    fewer: bool = True,
 ) -> Choice:
     """What describes some sizes best: every column as a polynomial, or the local maxima of those that have several.
 
     Maxima come first, though a single polynomial describes what was seen: in other sizes another one may be the
-    largest. Of images they are asked only where that nearly does, for there are many bases.
+    largest. Of images they are asked only where that nearly does, for there are many bases. Bases in fewer dimensions
+    than vary come last, and only if `fewer`.
     """
     dims, relations = varying_dims(sizes)
     candidates = bases(dims, sizes)
@@ -193,9 +203,11 @@ def outlined(
         other = best(plain.expansion, strided) if strided else plain
         plain = other if other.check.error < GOOD_ERROR else plain
         # Of what decides next to nothing it takes many sizes to learn how little that is.
-        fewer = _likely(fewer_bases(dims, sizes), sizes, summary) if plain.check.error > GOOD_ERROR else []
-        other = best(plain.expansion, fewer) if fewer else plain
-        plain = other if other.check.error < GOOD_ERROR else plain
+        offered = fewer_bases(dims, sizes) if fewer and plain.check.error > GOOD_ERROR else []
+        likely = [each for each in _likely(offered, sizes, summary) if may_do_without(each, dims, sizes)]
+        other = best(plain.expansion, likely) if likely else plain
+        if other.check.error < GOOD_ERROR:
+            return of_maxima([other.basis]) or other
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
         found = of_maxima([*smooth, *rounded] if surfaces else rounded)

@@ -20,6 +20,7 @@ from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
+from lightning_mimose.predict.fewer import together
 from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import Fits, Part, with_batch_of, with_side, with_value
 from lightning_mimose.predict.given import tells_more
@@ -346,9 +347,10 @@ class Estimator:
         """Whether plans may be built on a fit; `times` as large an error is usable after as many times the patience."""
         if len(self) < self._enough:
             return False
+        dimensions = len(fit.basis.dims) + len(fit.unused)
         if error <= GOOD_ERROR:
             reach = FAR
-        elif error <= times * USABLE_ERROR and fit.sizes >= times * self._patience * max(1, len(fit.basis.dims)):
+        elif error <= times * USABLE_ERROR and fit.sizes >= times * self._patience * max(1, dimensions):
             reach = NEAR
         else:
             return False
@@ -357,8 +359,10 @@ class Estimator:
                 fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self._turns[name]
             ):
                 return False
-        unused = set(fit.sides) - set(fit.basis.dims)  # so far they have decided next to nothing
-        reaches = ((name, value, NEAR if name in unused else reach) for name, value in dims.items())
+        # What is left out has decided next to nothing so far: one by one, and all together.
+        if fit.unused and together(dims, fit.unused, fit.high) > NEAR * fit.most_unused:
+            return False
+        reaches = ((name, value, NEAR if name in fit.unused else reach) for name, value in dims.items())
         return all(fit.low[name] / near <= value <= fit.high[name] * near for name, value, near in reaches)
 
     def seconds_per_operation(self) -> float:

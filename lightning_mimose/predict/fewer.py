@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
+import numpy as np
+
 from lightning_mimose.predict.features import Basis, bases, of_one_tensor
 
-FEWEST_DIMENSIONS, MOST_PAIRED = 3, 6
-"""Dimensions besides the batch from which on others may be left out, and up to which any two may be all that count."""
+FEWEST_DIMENSIONS, MOST_PAIRED, MOST_DIMENSIONS = 3, 6, 16
+"""Dimensions besides the batch from which on others may be left out, up to which any two may be all that count, and up
+to which the bases are few enough to be looked at in a step."""
+FOLLOWS = 0.1
+"""Share of a dimension's variance that has to be its own: what goes with those that count may count instead of them."""
 
 
 def fewer_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
@@ -24,14 +29,29 @@ def fewer_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> li
         ('pixels:2',)
     """
     others = [name for name in dims if name != "batch"]
-    if len(others) < FEWEST_DIMENSIONS:
+    if not FEWEST_DIMENSIONS <= len(others) <= MOST_DIMENSIONS:
         return []
     found: list[Basis] = []
     for kept in (*((name,) for name in others), *combinations(others, 2)):
-        sides = len(kept) == 2 and of_one_tensor(*kept)
+        sides = len(kept) == 2 and ":" in kept[0] and of_one_tensor(*kept)
         if len(kept) == 2 and not sides and len(others) > MOST_PAIRED:
             continue
         names = tuple(name for name in dims if name in kept or name == "batch")
         among = bases(names, [{name: size[name] for name in names} for size in sizes])
         found += among if sides else [basis for basis in among if not basis.rounds]
     return found
+
+
+def may_do_without(basis: Basis, dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> bool:
+    """Whether what a basis leaves out has varied on its own, so that it shows how little that decides."""
+    orthogonal = np.linalg.qr(basis.design(sizes))[0]
+    left_out = [name for name in dims if name not in basis.dims]
+    values = np.array([[float(size[name]) for name in left_out] for size in sizes])
+    values -= values.mean(axis=0)
+    own = values - orthogonal @ (orthogonal.T @ values)
+    return bool((np.square(own).sum(axis=0) >= FOLLOWS * np.square(values).sum(axis=0)).all())
+
+
+def together(dims: Mapping[str, int], names: Sequence[str], high: Mapping[str, int]) -> float:
+    """What dimensions come to in a size, each as a share of the most that was seen of it."""
+    return sum(dims[name] / max(1, high[name]) for name in names)

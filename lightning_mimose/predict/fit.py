@@ -44,6 +44,8 @@ class Fit:
         short: What is added to every column so that no moment of any of the sizes is predicted lower than what was seen
             by more than the error; 0 for none.
         collapsed: From what `coefficients` give to columns, where these are more.
+        unused: The dimensions that vary and are left out.
+        most_unused: The most that they came to together, see `fewer.together`.
     """
 
     basis: Basis
@@ -63,6 +65,8 @@ class Fit:
     resting: NDArray[np.float64] | None = None
     short: NDArray[np.float64] | float = 0.0
     collapsed: Collapse | None = None
+    unused: tuple[str, ...] = ()
+    most_unused: float = 0.0
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""

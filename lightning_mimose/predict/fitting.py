@@ -41,7 +41,9 @@ def best_fit(
 
     @cache
     def simple(kept: tuple[int, ...]) -> Choice:
-        return outlined([sizes[i] for i in kept], [measured[i] for i in kept], structure, resident_bytes)
+        known = [sizes[i] for i in kept], [measured[i] for i in kept]
+        # With fewer dimensions only all of them: of every part there would be as many bases.
+        return outlined(*known, structure, resident_bytes, fewer=kept == everything)
 
     @cache
     def detailed(kept: tuple[int, ...]) -> Choice:

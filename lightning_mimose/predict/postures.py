@@ -57,7 +57,7 @@ class Postures:
     @property
     def follows(self) -> bool:
         """Whether modes are told apart; no more if every other step has one that was not met."""
-        return self._new <= MOST_NEW
+        return self._new - self._counted <= MOST_NEW
 
     def foresee(self, modes: Modes, place: int, *, begins: bool = True) -> int:
         """The kind of a step, see `predict.kinds`; in each mode they are others.

@@ -28,7 +28,7 @@ def whole_bytes(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
     Nor so large that a thousand of them could not be added up: sizes that somebody asks for may be of any length.
     """
-    return np.clip(np.rint(np.nan_to_num(values)), 0, MOST_BYTES).astype(np.int64)
+    return np.clip(np.rint(np.nan_to_num(values, nan=MOST_BYTES)), 0, MOST_BYTES).astype(np.int64)
 
 
 def levels(

@@ -33,6 +33,12 @@ class Detector(nn.Module):
         return torch.stack(losses).sum()
 
 
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """As the batch comes."""
+    loss: torch.Tensor = model(batch["pixel_values"], [label["boxes"] for label in batch["labels"]])
+    return loss
+
+
 def images(count: int) -> list[dict[str, Any]]:
     """Squares of one side in a batch, each with boxes of its own."""
     rng = random.Random(0)
@@ -47,11 +53,6 @@ def images(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("count", "learns"), [(2, 10), (4, 12), (8, 17)])
 def test_they_are_left_out_until_more_is_known(count: int, learns: int) -> None:
     """With all of them it takes two sizes more for each: 12, 24 and 23 steps of these."""
-
-    def loss_of(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        loss: torch.Tensor = model(batch["pixel_values"], [label["boxes"] for label in batch["labels"]])
-        return loss
-
     data = images(count)
     plain = train(Detector, data, None, loss_of)
     budget = plain.budget(0.7)
@@ -65,3 +66,14 @@ def test_they_are_left_out_until_more_is_known(count: int, learns: int) -> None:
         if not record.sheltered:
             assert record.predicted_peak_bytes is not None
             assert abs(record.predicted_peak_bytes - peak) <= 0.005 * peak
+
+
+def test_what_all_of_them_come_to_is_bounded_too() -> None:
+    """Of each so many were seen, but never of all at once."""
+    data = images(12)
+    most = {**data[-1], "labels": [{"boxes": torch.rand(11, 4)} for _ in range(12)]}
+    done = train(Detector, [*data, most], "1GB", loss_of)
+    assert done.mimose is not None
+    *records, last = done.mimose.records
+    assert any(record.predicted_peak_bytes is not None for record in records[-5:])
+    assert last.predicted_peak_bytes is None
