@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +167,12 @@ def test_what_was_left_out_is_left_out_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert first.without == (("side", 16),)
     made: list[int] = []
     outlined = fitting.outlined
-    monkeypatch.setattr(fitting, "outlined", lambda sizes, *rest: made.append(len(sizes)) or outlined(sizes, *rest))
+
+    def counted(sizes: Any, *rest: Any, **how: Any) -> Any:
+        made.append(len(sizes))
+        return outlined(sizes, *rest, **how)
+
+    monkeypatch.setattr(fitting, "outlined", counted)
     again = best_fit(*images((*sides, 40), small=16), 0, first.without)
     assert (made, again.without, again.error < EXACT_ERROR) == ([7], first.without, True)
     made.clear()
