@@ -25,8 +25,8 @@ def fewer_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> li
     Example:
         >>> sizes = [{"pixels:2": 32 * n, "boxes.0:0": n % 3, "boxes.1:0": n % 5} for n in range(1, 8)]
         >>> found = fewer_bases(("pixels:2", "boxes.0:0", "boxes.1:0"), sizes)
-        >>> sorted({basis.dims for basis in found}, key=len)[0]
-        ('pixels:2',)
+        >>> ("pixels:2",) in {basis.dims for basis in found}
+        True
     """
     others = [name for name in dims if name != "batch"]
     if not FEWEST_DIMENSIONS <= len(others) <= MOST_DIMENSIONS:
