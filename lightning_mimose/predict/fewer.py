@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_mimose.predict.features import Basis, bases, of_one_tensor
 
-FEWEST_DIMENSIONS, MOST_PAIRED, MOST_DIMENSIONS = 3, 4, 16
+FEWEST_DIMENSIONS, MOST_PAIRED, MOST_DIMENSIONS = 3, 5, 16
 """Dimensions besides the batch from which on others may be left out, up to which any two may be all that count, and up
 to which the bases are few enough to be looked at in a step."""
 FOLLOWS = 0.1
