@@ -35,7 +35,7 @@ from lightning_mimose.sizes import BatchSize
 
 FAR, NEAR = 4.0, 1.25
 """How many times as large as those that were measured, or as small, sizes may be that a good fit is believed of. The
-second is for one that is no more than usable, and for dimensions that a fit does without."""
+second is for one that is no more than usable, and for how large dimensions may be that a fit does without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,11 +359,11 @@ class Estimator:
                 fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self._turns[name]
             ):
                 return False
-        # What is left out has decided next to nothing so far: one by one, and all together.
+        # What is left out has decided next to nothing so far: not much more of it, one by one and all together.
         if fit.unused and together(dims, fit.unused, fit.high) > NEAR * fit.most_unused:
             return False
-        reaches = ((name, value, NEAR if name in fit.unused else reach) for name, value in dims.items())
-        return all(fit.low[name] / near <= value <= fit.high[name] * near for name, value, near in reaches)
+        most = {name: value * (NEAR if name in fit.unused else reach) for name, value in fit.high.items()}
+        return all(fit.low[name] / reach <= value <= most[name] for name, value in dims.items())
 
     def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.
