@@ -128,7 +128,7 @@ class Decisions:
         if ledger.trained is not self._trained:
             before, self._trained = self._trained, ledger.trained
             if before not in (None, ledger.trained):
-                if not before or len(before) != len(ledger.trained or ()) or not advisor.postures.follows:
+                if len(before) != len(ledger.trained or ()) or not advisor.postures.follows:
                     advisor.forget()  # else what was learnt while others were trained is laid aside, as of any posture
                     advisor.misses.trained_anew()
                     self._posture.look()
@@ -180,12 +180,9 @@ class Decisions:
         return step
 
     @property
-    def may_decide_again(self) -> bool:
-        """Whether a step whose first unit is called may be planned anew.
-
-        A rank recomputes nothing alone; and what a step of several that share a budget may take was claimed before.
-        """
-        return self.agreement is None and self._tenancy is None
+    def claims(self) -> bool:
+        """Whether what a step may take is claimed before it begins, for several trainings share the budget."""
+        return self._tenancy is not None
 
     def turns(self, step: Step) -> bool:
         """A step's first unit is called; returns whether modules were switched otherwise than was expected."""
@@ -213,8 +210,9 @@ class Decisions:
         is_new, switched = self._advisor.take_posture(modes, kind, begins=begins), False
         if self._advisor.postures.follows and may_try:
             switched = self._session.take_modes(self._posture.of_modules(modes))
-        before, self._modes, modules = self._modes, modes, len(self._posture.of_modules(modes))
-        if is_new and before is not None and before[modules:] != modes[modules:]:
+        before, self._modes = self._modes, modes
+        first = len(self._posture.of_modules(modes))  # of the parameters
+        if is_new and before is not None and before[first:] != modes[first:]:
             self._advisor.misses.trained_anew()
             if modes not in self._told_of:
                 self._told_of.add(modes)

@@ -43,7 +43,6 @@ class Posture:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._trained: tuple[bool, ...] = ()
         self._asking: list[weakref.ref[nn.Module]] = []
         self._rates: list[tuple[weakref.ref[nn.Module], str]] = []
         self._read: list[Any] = []
@@ -107,7 +106,7 @@ class Posture:
 
     def of_modules(self, modes: tuple[bool, ...]) -> tuple[bool, ...]:
         """The part of a posture that is no parameter's."""
-        return modes[: len(self._read)]
+        return modes[: len(self._read) - 1]
 
     def now(self, trained: tuple[bool, ...] = ()) -> tuple[bool, ...]:
         """Whether each module trains that asks for it, each rate is more than 0, and each parameter is trained.
@@ -117,11 +116,9 @@ class Posture:
         """
         modes = [module.training for ref in self._asking if (module := ref()) is not None]
         rates = [vars(module).get(name, 0) for ref, name in self._rates if (module := ref()) is not None]
-        before, self._read = self._read, [*modes, *rates]
-        trained_before, self._trained = self._trained, trained
-        same = trained_before is self._trained and len(before) == len(self._read)
-        if not same or not all(map(is_, before, self._read)):
+        before, self._read = self._read, [*modes, *rates, trained]
+        if len(before) != len(self._read) or not all(map(is_, before, self._read)):
             # A tensor's value would have to be waited for.
             are_used = (rate != 0 if isinstance(rate, (int, float)) else True for rate in rates)
-            self._now = (*modes, *are_used, *self._trained)
+            self._now = (*modes, *are_used, *trained)
         return self._now

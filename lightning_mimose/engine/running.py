@@ -170,9 +170,9 @@ class Running:
         step = self.step
         if step is None or step.updating or not self._decisions.turns(step):
             return
-        if step.undecided or self._decisions.agreement is not None:
+        if step.undecided or self._decisions.agreement is not None:  # a rank recomputes nothing alone
             return
-        if step.spare_bytes or not self._decisions.may_decide_again:
+        if step.spare_bytes or self._decisions.claims:
             self.shelter()
         else:
             self.decide(step.size)

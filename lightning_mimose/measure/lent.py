@@ -84,12 +84,11 @@ def lent(trace: StepTrace, call: Call, saved: SavedBy) -> Lent:
         # Within a region nothing is cut: it is there for a part of that interval, and so is spared in none of it.
         return Lent(may_be, nbytes, until + 1, frozenset(returned))
     found = Lent(may_be, nbytes, until, frozenset(returned))
-    there = {index: saved.only[kept] for kept, given in returned.items() if (index := _cut(trace, call, given)) >= 0}
+    sizes: dict[Event, int] = {(call.key, IS_GONE, given): saved.only[kept] for kept, given in returned.items()}
     ends, left = list[tuple[Event, int]](), nbytes
-    for index, size in sorted(there.items()):
-        event = trace.pieces[index].event
-        if event is not None and trace.pieces[index].mark == until:
-            ends.append((event, min(size, left)))
+    for event in sorted(sizes.keys() & trace.ends.keys(), key=trace.ends.__getitem__):
+        if trace.pieces[trace.ends[event]].mark == until:
+            ends.append((event, min(sizes[event], left)))
             left -= ends[-1][1]
     return found._replace(until=until + 1, ends=tuple(ends)) if ends else found
 
@@ -103,14 +102,8 @@ def _ending_last(trace: StepTrace, returned: Mapping[int, int], gone: Mapping[in
             mark -= 1
         return mark
 
-    marks = {kept: ends_after(given) for kept, given in returned.items()}
-    return {kept: returned[kept] for kept, mark in marks.items() if mark == max(marks.values())}
-
-
-def _cut(trace: StepTrace, call: Call, given: int) -> int:
-    """The piece that begins where a result of a call ends; -1 where none does."""
-    index = trace.ends.get((call.key, IS_GONE, given))
-    return -1 if index is None else index
+    last = max(map(ends_after, returned.values()), default=0)
+    return {kept: given for kept, given in returned.items() if ends_after(given) == last}
 
 
 def pieces_beside(trace: StepTrace, lends: Iterable[Lent]) -> list[int]:

@@ -252,8 +252,9 @@ class MimoseCallback(Callback):
         elif self._advisor is not None:
             self._learnt.pop(self._advisor.fingerprint, None)
             self._learnt[self._advisor.fingerprint] = self._advisor.state_dict()
-            if engine.advisor.fingerprint in self._learnt:
-                engine.advisor.load_state_dict(self._learnt[engine.advisor.fingerprint])
+            known = self._learnt.get(engine.advisor.fingerprint)
+            if known is not None:
+                engine.advisor.load_state_dict(known)
             while len(self._learnt) > MOST_LEARNT:
                 del self._learnt[next(iter(self._learnt))]
 

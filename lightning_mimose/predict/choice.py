@@ -35,7 +35,7 @@ from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
 from lightning_mimose.predict.padding import padded_bases, strided_bases
 from lightning_mimose.predict.shortfalls import shortfalls
-from lightning_mimose.predict.solving import monotone, unseen_residuals
+from lightning_mimose.predict.solving import described, monotone, unseen_residuals
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
 
@@ -89,8 +89,8 @@ class Choice:
         These have changed places in time, so that one size's was taken for another's.
         """
         design, plain = self.basis.design(self.sizes), self.expansion.plain
-        missed = np.abs(plain - self.expansion.collapsed(_described(design, self.expansion.values))).max(axis=0)
-        alone = np.abs(plain - _described(design, plain)).max(axis=0)
+        missed = np.abs(plain - self.expansion.collapsed(described(design, self.expansion.values))).max(axis=0)
+        alone = np.abs(plain - described(design, plain)).max(axis=0)
         astray: NDArray[np.bool_] = (missed > _close(plain)) & (missed > alone)
         return astray
 
@@ -205,8 +205,7 @@ def outlined(
         # Of what decides next to nothing it takes many sizes to learn how little that is.
         offered = fewer_bases(dims, sizes) if fewer and plain.check.error > GOOD_ERROR else []
         likely = [each for each in _likely(offered, sizes, summary) if may_do_without(each, dims, sizes)]
-        other = best(plain.expansion, likely) if likely else plain
-        if other.check.error < GOOD_ERROR:
+        if likely and (other := best(plain.expansion, likely)).check.error < GOOD_ERROR:
             return of_maxima([other.basis]) or other
     rounded = [plain.basis] if plain.basis.rounds else []
     if (surfaces and plain.check.error <= USABLE_ERROR) or (rounded and isfinite(plain.check.error)):
@@ -267,15 +266,8 @@ def _loose(design: NDArray[np.float64], expansion: Expansion) -> int:
     """How many local maxima do not follow a basis."""
     if not expansion:
         return 0
-    missed = np.abs(expansion.values - _described(design, expansion.values)).max(axis=0)
+    missed = np.abs(expansion.values - described(design, expansion.values)).max(axis=0)
     return int((missed > _close(expansion.values)).sum())
-
-
-def _described(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What of some columns a basis describes, shape (sizes, columns)."""
-    orthogonal = np.linalg.qr(design)[0]
-    described: NDArray[np.float64] = orthogonal @ (orthogonal.T @ values)
-    return described
 
 
 def _close(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -218,8 +218,8 @@ Rung = Sequence[Feature]
 """Features of a basis."""
 
 
-def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
-    """Candidate bases for the dimensions that vary and some sizes, simplest first."""
+def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], *, rounds: bool = True) -> list[Basis]:
+    """Candidate bases for the dimensions that vary and some sizes, simplest first; those that round if asked for."""
     others = [i for i, name in enumerate(dims) if name != "batch"]
     one = monomial(dims)
     linear = [one, *(monomial(dims, i) for i in others)]
@@ -246,6 +246,8 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Bas
 
     plain = [tuple(rounded(m, 1) for m in ladder) for ladder in (linear, crossed, *counted, quadratic, area)]
     rungs: list[Rung] = list(dict.fromkeys(plain))
+    if not rounds:
+        return scaled(dims, sizes, rungs)
     if 1 <= len(others) <= 2 and surfaces:
         surface = monomial(dims, *(others * (3 - len(others))))
         rungs += [

@@ -11,6 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_mimose.predict.features import Basis, bases, of_one_tensor
+from lightning_mimose.predict.solving import described
 
 FEWEST_DIMENSIONS, MOST_PAIRED, MOST_DIMENSIONS = 3, 5, 16
 """Dimensions besides the batch from which on others may be left out, up to which any two may be all that count, and up
@@ -37,18 +38,16 @@ def fewer_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> li
         if len(kept) == 2 and not sides and len(others) > MOST_PAIRED:
             continue
         names = tuple(name for name in dims if name in kept or name == "batch")
-        among = bases(names, [{name: size[name] for name in names} for size in sizes])
-        found += among if sides else [basis for basis in among if not basis.rounds]
+        found += bases(names, [{name: size[name] for name in names} for size in sizes], rounds=sides)
     return found
 
 
 def may_do_without(basis: Basis, dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> bool:
     """Whether what a basis leaves out has varied on its own, so that it shows how little that decides."""
-    orthogonal = np.linalg.qr(basis.design(sizes))[0]
     left_out = [name for name in dims if name not in basis.dims]
     values = np.array([[float(size[name]) for name in left_out] for size in sizes])
     values -= values.mean(axis=0)
-    own = values - orthogonal @ (orthogonal.T @ values)
+    own = values - described(basis.design(sizes), values)
     return bool((np.square(own).sum(axis=0) >= FOLLOWS * np.square(values).sum(axis=0)).all())
 
 

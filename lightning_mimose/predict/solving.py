@@ -25,6 +25,13 @@ LEVERAGE = 1e-6
 """What a size must leave to the others for them to check it: else a feature rests on it alone."""
 
 
+def described(design: Floats, values: Floats) -> Floats:
+    """What of some columns least squares by a design describe, shape (sizes, columns)."""
+    orthogonal = np.linalg.qr(design)[0]
+    found: Floats = orthogonal @ (orthogonal.T @ values)
+    return found
+
+
 def unseen_residuals(designs: Floats, values: Floats) -> Floats:
     """What least squares by all other sizes would miss each size by, as far as others check it.
 
