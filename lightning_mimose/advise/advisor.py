@@ -19,8 +19,8 @@ from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
 from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
+from lightning_mimose.plan.best import small_plan
 from lightning_mimose.plan.cache import PlanCache
-from lightning_mimose.plan.optimal import least_peak_heuristic
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.checking import USABLE_ERROR
 from lightning_mimose.predict.estimator import Prediction
@@ -200,7 +200,7 @@ class Advisor(Student):
         shelter_only = size in self.estimator.shelter_only
         if shelter_only or self._shelter_bytes(timeline) <= (1 - RESERVE_SHARE) * self.budget_bytes:
             return None
-        least = least_peak_heuristic(self.menu(timeline))
+        least = small_plan(self.menu(timeline))
         most_bytes = (1 - 10 * RESERVE_SHARE) * self.budget_bytes - missed_bytes
         return least if least.predicted_peak_bytes <= most_bytes else None
 

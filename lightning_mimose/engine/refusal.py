@@ -11,7 +11,7 @@ from lightning_mimose.advise.advisor import Advisor
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError, DeviceMemoryError
 from lightning_mimose.measure.update import UpdateReserve
-from lightning_mimose.plan.optimal import least_peak_heuristic
+from lightning_mimose.plan.best import small_plan
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.sizes import BatchSize
 
@@ -65,7 +65,7 @@ class Refuser:
         advisor = self._advisor
         timeline, _ = advisor.timeline(dict(size.dims))
         # Training that goes on does not wait for the exact answer.
-        plan = advisor.least(timeline) if self._raises else least_peak_heuristic(advisor.menu(timeline))
+        plan = advisor.least(timeline) if self._raises else small_plan(advisor.menu(timeline))
         sure, found = advisor.sure_bytes(timeline), "" if self._raises else " found at once"
         where = timeline.peak_position(dict(plan))
         least = min(sure, plan.predicted_peak_bytes)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_mimose.plan.best import fastest_plan, small_plan, smallest_plan
 from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.heuristic import least_peak_bound
-from lightning_mimose.plan.optimal import least_peak_heuristic, plan_exact, smallest_feasible
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.scheduler import PlannerChoice, Question, Scheduler
 from lightning_mimose.plan.structure import best_incumbent, plan_of
@@ -170,7 +170,7 @@ class Planner:
             return Answer(None, False)
         if plan is None and self.scheduler.planner == "auto":
             # Training waits for the exact answer only before it is ended.
-            least = least_peak_heuristic(menu)
+            least = small_plan(menu)
             if least.predicted_peak_bytes <= most_bytes or not self.refuses:
                 plan, infeasible = least, least.predicted_peak_bytes > most_bytes
                 questions = [partial(self._find_better, menu, most_bytes, margin_bytes, least, better)]
@@ -217,10 +217,10 @@ class Planner:
 
     def least(self, menu: Timeline, budget_bytes: int) -> Plan:
         """The plan with the least peak: the quick answer if it fits, the exact one before anything is refused."""
-        least = least_peak_heuristic(menu)
+        least = small_plan(menu)
         if least.predicted_peak_bytes <= budget_bytes:
             return least
-        return smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
+        return smallest_plan(menu, time_limit_seconds=LEAST_SECONDS)
 
     def _quick(
         self,
@@ -252,11 +252,11 @@ class Planner:
         """The fastest plan within the budget less its margin, or else the one with the least peak."""
         if self.scheduler.planner == "greedy" or callable(self.scheduler.planner):
             return self.least(menu, budget_bytes)
-        least = smallest_feasible(menu, time_limit_seconds=LEAST_SECONDS)
+        least = smallest_plan(menu, time_limit_seconds=LEAST_SECONDS)
         target = max(least.predicted_peak_bytes, budget_bytes - margin_bytes)
         if target > budget_bytes:
             return least
-        return plan_exact(menu, target, time_limit_seconds=LEAST_SECONDS, incumbents=(least,)) or least
+        return fastest_plan(menu, target, time_limit_seconds=LEAST_SECONDS, incumbents=(least,)) or least
 
     def _find_saver(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> None:
         """In the planner's thread: what `plan` had no time for."""

@@ -16,9 +16,10 @@ from typing import Any, Literal, TypeAlias
 from lightning_mimose import threads
 from lightning_mimose.errors import PlanError
 from lightning_mimose.menu import KEEP
+from lightning_mimose.plan.best import fastest_plan
+from lightning_mimose.plan.exhaustive import are_few
 from lightning_mimose.plan.greedy import plan_greedy
 from lightning_mimose.plan.heuristic import plan_heuristic
-from lightning_mimose.plan.optimal import plan_exact
 from lightning_mimose.plan.plan import Plan
 from lightning_mimose.plan.starts import Starts
 from lightning_mimose.plan.structure import Incumbent, Structure, plan_of
@@ -28,9 +29,6 @@ PlannerChoice: TypeAlias = Literal["auto", "exact", "greedy"] | Callable[[Timeli
 
 Question: TypeAlias = Callable[[], None]
 """What the thread is asked."""
-
-SMALL = 16
-"""Options up to which the exact answer takes as little time as the heuristic one."""
 
 WAITING = 4
 """Questions that may wait for the thread, the oldest forgotten first. Each holds a timeline: up to 50 MB."""
@@ -140,8 +138,8 @@ class Scheduler:
             return _forced(timeline, self.planner(timeline, budget_bytes))
         if self.planner == "greedy":
             return plan_greedy(timeline, budget_bytes)
-        if self.planner == "exact" or len(timeline.options) <= SMALL:
-            return plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
+        if self.planner == "exact" or are_few(timeline):
+            return fastest_plan(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
         fits = int(timeline.base_bytes.max(initial=0)) <= budget_bytes
         # Where a better one follows, one that takes a fraction of the time does.
         plan = plan_heuristic(timeline, budget_bytes, incumbents, None if on_better is None else self._starts)
@@ -214,7 +212,7 @@ class Scheduler:
     ) -> None:
         """Solve exactly and report what is strictly better."""
         incumbents = incumbents if known is None else (known, *incumbents)
-        plan = plan_exact(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
+        plan = fastest_plan(timeline, budget_bytes, time_limit_seconds=EXACT_SECONDS, incumbents=incumbents)
         if plan is None or self._closed:
             return
         if known is None or plan.added_seconds < known.added_seconds:

@@ -30,7 +30,12 @@ class Forest(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _forest_of(parents: tuple[int, ...]) -> Forest:
+def forest_of(parents: tuple[int, ...]) -> Forest:
+    """How units lie inside each other, made once.
+
+    Args:
+        parents: For each unit the one around it, -1 at the top.
+    """
     above = np.array(parents, dtype=np.intp)
     levels = _levels(above)
     return Forest(levels, tuple((level, above[level]) for level in levels[1:]), _spans(above, levels))
@@ -90,7 +95,7 @@ class Structure:
 
     @cached_property
     def _forest(self) -> Forest:
-        return _forest_of(tuple(self.parents.tolist()))
+        return forest_of(tuple(self.parents.tolist()))
 
     @property
     def levels(self) -> tuple[Ints, ...]:
