@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from lightning_mimose.plan.exhaustive import Every
 from lightning_mimose.plan.optimal import least_peak_heuristic, plan_exact, smallest_feasible
 from lightning_mimose.plan.plan import Plan
@@ -30,8 +28,11 @@ def fastest_plan(
     if (every := Every.of(timeline)) is None:
         return plan_exact(timeline, budget_bytes, time_limit_seconds=time_limit_seconds, incumbents=incumbents)
     pick = every.fastest(budget_bytes)
-    best = None if pick is None else plan_of(timeline, pick)
-    return best_incumbent(timeline, budget_bytes, incumbents, best.added_seconds if best else np.inf) or best
+    if pick is None:
+        return None
+    best = plan_of(timeline, pick)
+    known = best_incumbent(timeline, budget_bytes, incumbents, best.added_seconds)  # faster by its rounding at most
+    return best if known is None else known
 
 
 def smallest_plan(timeline: Timeline, *, time_limit_seconds: float = 20.0) -> Plan:

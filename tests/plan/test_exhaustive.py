@@ -66,6 +66,16 @@ def test_never_slower_than_an_incumbent_that_fits(problem: tuple[Timeline, int],
         assert plan.added_seconds <= seconds
 
 
+def test_what_was_planned_for_less_is_left_for_nothing_at_all() -> None:
+    """A plan that keeps everything counts as one, though nothing is in it."""
+    timeline = stacked([100, 80, 60], [1.0, 0.5, 0.25])
+    saver = fastest_plan(timeline, share_of(timeline, 0.5))
+    assert saver
+    plan = fastest_plan(timeline, share_of(timeline, 1.0), incumbents=[saver])
+    assert plan is not None
+    assert len(plan) == 0
+
+
 def test_no_program_is_solved_for_a_few_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer at once is the exact one: nothing is left to a thread."""
 

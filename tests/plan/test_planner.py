@@ -193,8 +193,8 @@ def test_the_exact_answer_is_waited_for_only_before_training_is_ended(
         def wait(*_: object, **__: object) -> None:
             raise TimeoutError
 
-        patched.setattr(planner, "smallest_feasible", wait)
-        patched.setattr(planner, "plan_exact", wait)
+        patched.setattr(planner, "smallest_plan", wait)
+        patched.setattr(planner, "fastest_plan", wait)
         plan, infeasible = made.plan("size", TIMELINE, BUDGET, 0)
         assert not infeasible
         check(TIMELINE, plan, BUDGET)

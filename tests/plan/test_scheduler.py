@@ -93,7 +93,7 @@ def test_nobody_is_told_of_a_plan_that_is_not_better(auto: Scheduler) -> None:
 
 
 def test_few_options_are_solved_exactly_at_once(auto: Scheduler) -> None:
-    """Up to sixteen options no thread is needed."""
+    """Where all plans are looked at no thread is needed."""
     timeline = stacked([100, 80, 60, 40, 20], [1.0, 0.5, 0.25, 2.0, 4.0])
     budget = share_of(timeline, 0.6)
     plan = auto.plan(timeline, budget, on_better=lambda _: pytest.fail("it was exact already"))
@@ -123,7 +123,7 @@ def test_close_leaves_no_thread_and_no_callback(monkeypatch: pytest.MonkeyPatch)
         assert go_on.wait(60)
         return plan_heuristic(timeline, budget_bytes)
 
-    monkeypatch.setattr(scheduler, "plan_exact", slow)
+    monkeypatch.setattr(scheduler, "fastest_plan", slow)
     monkeypatch.setattr(scheduler, "plan_heuristic", worse)
     made = Scheduler("auto")
     timeline = realistic("identical")
@@ -156,7 +156,7 @@ def test_the_newest_questions_are_answered_and_the_oldest_forgotten(
         answered.append(budget_bytes)
         return None
 
-    monkeypatch.setattr(scheduler, "plan_exact", slow)
+    monkeypatch.setattr(scheduler, "fastest_plan", slow)
     timeline = realistic("identical")
     budgets = [share_of(timeline, 0.4 + 0.02 * step) for step in range(10)]
     auto.plan(timeline, budgets[0], on_better=lambda _: None)
