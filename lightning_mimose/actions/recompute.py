@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.members import SIMPLE
+from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.setting import PLAIN, Setting
 from lightning_mimose.actions.state import Saved, WrittenState
 from lightning_mimose.actions.stored import Place, left_in
@@ -134,6 +135,7 @@ def recompute(
     before: Saved = []
     outside: Saved = []
     found, switches = setting or state.settings.note(), EVERYTHING.positions()
+    weights = cached_in(state.modules)
     early = observer is None or observer.stops_early
 
     def region(*given: torch.Tensor) -> Any:
@@ -161,7 +163,7 @@ def recompute(
         as_found = state.settings.as_found(found)
         kept = state.restored(before, outside) if before or outside else _NOTHING
         stopped = _StoppedInTorchScript() if early else _NOTHING
-        with EVERYTHING.lent(switches), as_found, kept, running_again(), stopped, watched:
+        with EVERYTHING.lent(switches), cached_again(weights), as_found, kept, running_again(), stopped, watched:
             results.append(original(*inner_args, **inner_kwargs))
             if observer:
                 observer.recomputed(results[0], left_in(state.modules()))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_mimose.actions.parametrized import cached_in
 from lightning_mimose.errors import RecomputeError
 
 LATEST = ""
@@ -33,13 +34,15 @@ def is_activation(value: Any) -> bool:
 
 
 def left_in(modules: Sequence[nn.Module]) -> dict[Place, torch.Tensor]:
-    """The activations that modules hold, by where they are."""
-    return {
+    """The activations that modules hold, or that are cached for them, by where they are."""
+    held = {
         (id(module), name): value
         for module in modules
         for name, value in vars(module).items()
         if is_activation(value) and type(value) is not _Lost
     }
+    cached = cached_in(lambda: modules) or {}
+    return held | {place: value for place, value in cached.items() if is_activation(value)}
 
 
 def lost() -> torch.Tensor:

@@ -23,6 +23,7 @@ from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.lean.lost import Packs
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.outside import iterator_in
+from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.state import WrittenState, appeared, put_back
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
@@ -272,6 +273,7 @@ class Candidate:
             stack.enter_context(running_again())
             if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not any(map(is_compiled, modules)):
                 stack.enter_context(_casts_not_cached())  # compiled code would be compiled again for it
+            stack.enter_context(cached_again(cached_in(lambda: modules)))
             stack.enter_context(_without_forward_hooks(modules))
             stack.enter_context(left_alone(modules))
             if lean is not None:

@@ -1,0 +1,94 @@
+"""`torch.nn.utils.parametrize.cached()`: weights that are made once, and taken from a table afterwards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.helpers.architectures import equal, train
+
+WIDTH = 32
+
+
+class Symmetric(nn.Module):
+    """Makes a square matrix symmetric."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The upper half, twice."""
+        return weight.triu() + weight.triu(1).mT
+
+
+class Block(nn.Module):
+    """Adds to its input, by a normalised weight and one that is the same for both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = weight_norm(nn.Linear(WIDTH, 4 * WIDTH)), nn.Linear(4 * WIDTH, WIDTH)
+        self.same = nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.same, "weight", Symmetric())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        out: torch.Tensor = x + self.same(self.back(nn.functional.gelu(self.wide(x))))
+        return out
+
+
+class Rounds(nn.Module):
+    """Calls its blocks so many times, as a recurrent network does."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = block(x)
+        out: torch.Tensor = self.head(x).square().mean()
+        return out
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Torch's documented use: the context around the whole forward."""
+    with parametrize.cached():
+        loss: torch.Tensor = model(x)
+    return loss
+
+
+@pytest.mark.conformance("How people train", "parametrized weights that are cached around the forward", "works")
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_cached_weights_are_found_again(rounds: int, share: float) -> None:
+    """A trial's weights are not the step's; a block that runs again finds those that its forward found, no others."""
+    torch.manual_seed(0)
+    build = partial(seeded, rounds)
+    batches = [torch.randn(48 + 16 * (step * 5 % 7), 12, WIDTH) for step in range(14)]
+    plain = train(build, batches, None, loss_of)
+    budget = plain.budget(share)
+    done = train(build, batches, budget, loss_of)
+    assert equal(done, plain)
+    assert done.mimose is not None
+    planned = [
+        (record, peak) for record, peak in zip(done.mimose.records, done.peaks, strict=True) if not record.sheltered
+    ]
+    assert len(planned) >= 8
+    assert any(record.actions for record, _ in planned)
+    for record, peak in planned:
+        assert peak <= 1.01 * budget
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.015)
+    assert not parametrize._cache_enabled
+    assert not parametrize._cache
+
+
+def seeded(rounds: int) -> Rounds:
+    """The same weights each time."""
+    torch.manual_seed(1)
+    return Rounds(rounds)
