@@ -23,7 +23,8 @@ class Advice(NamedTuple):
         predicted_peak_bytes: For the batch's actual size; None when sheltered, and where no prediction is trusted.
         cache_hit: Whether the plan was known.
         infeasible: Whether even the most saving plan exceeds the budget.
-        to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured.
+        to_be_proven: Whether its step should be measured: it keeps units lean in a larger batch than was measured, or
+            it is not known yet to which blocks its size is rounded up.
         bounded: Whether all that is known of its peak is a bound, see `predict.ample`.
     """
 

@@ -134,6 +134,7 @@ class Advisor(Student):
             proves = self.beyond(prediction) > 0
             if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):
                 proves = self.estimator.beyond_compared(size.dims) > LEAN_REACH
+            proves |= bool(prediction.torn)
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

@@ -111,6 +111,8 @@ class Student(Forecast):
         )
         if abs(missed) <= large:
             self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
+            if prediction is not None:
+                self.estimator.decide(prediction.torn)
         # Others would leave less, if these leave any.
         less = missed <= 0 and not bound and (-missed > large or (-missed > small and left_free > 0))
         if not (more or less or broken):

@@ -30,10 +30,10 @@ from lightning_mimose.predict.features import (
     varying_dims,
 )
 from lightning_mimose.predict.fewer import fewer_bases, may_do_without, together
-from lightning_mimose.predict.fit import Fit, Value
+from lightning_mimose.predict.fit import Blocks, Fit, Value, rounds_alike
 from lightning_mimose.predict.local import LocalFit, fit_locally
 from lightning_mimose.predict.maxima import Expansion, Measured
-from lightning_mimose.predict.padding import padded_bases, strided_bases
+from lightning_mimose.predict.padding import chunked_bases, padded_bases, strided_bases
 from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.solving import described, monotone, unseen_residuals
 from lightning_mimose.predict.structure import Structure
@@ -151,6 +151,19 @@ class Choice:
             expansion.collapsed if expansion and self.local is None else None,
             unused,
             max((together(size, unused, high) for size in self.sizes), default=0.0),
+            self._likewise(),
+        )
+
+    def _likewise(self) -> tuple[Blocks, ...]:
+        """Smaller blocks that would have described these sizes as well."""
+        if self.local is not None or any(self.basis.shifts) or may_be_surfaces(self.sizes):
+            return ()
+        granules = (max(each) for each in zip(*self.basis.granules, strict=True))
+        return tuple(
+            (name, block, other)
+            for name, block in zip(self.basis.dims, granules, strict=True)
+            for other in BLOCKS
+            if 1 < other < block and all(rounds_alike(size[name], block, other) for size in self.sizes)
         )
 
 
@@ -198,6 +211,9 @@ def outlined(
         padded = _likely(padded_bases(dims, sizes), sizes, summary)
         other = best(plain.expansion, padded) if padded else plain
         plain = other if other.check.error < BETTER * plain.check.error else plain
+        chunked = chunked_bases(dims, sizes)
+        other = best(plain.expansion, chunked) if chunked else plain
+        plain = other if other.check.error < min(GOOD_ERROR, BETTER * plain.check.error) else plain
         # Of as many as there are for strides one describes anything a little better.
         strided = strided_bases(dims, sizes, plain.expansion.plain, summary[:, 0])
         other = best(plain.expansion, strided) if strided else plain

@@ -21,7 +21,7 @@ from lightning_mimose.predict.bare import is_contradicted
 from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fewer import together
-from lightning_mimose.predict.fit import Fit
+from lightning_mimose.predict.fit import Blocks, Fit
 from lightning_mimose.predict.fits import Fits, Part, with_batch_of, with_side, with_value
 from lightning_mimose.predict.given import tells_more
 from lightning_mimose.predict.loops import paths_at
@@ -52,6 +52,7 @@ class Prediction:
         reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
         others: Predictions of the other paths that such a step may take, or of other shapes on its path; what is said
             besides holds for all of them.
+        torn: What else it may be rounded up to, see `Fit.torn_at`: it is predicted by the larger blocks.
     """
 
     structure: Structure
@@ -62,6 +63,7 @@ class Prediction:
     dims: Mapping[str, int] = field(default_factory=dict)
     reach: float = 1.0
     others: tuple[Prediction, ...] = ()
+    torn: frozenset[Blocks] = frozenset()
 
 
 class Estimator:
@@ -98,6 +100,7 @@ class Estimator:
         self.pace = Pace()
         self._proven: dict[str, int] = {}
         self._compared: dict[str, int] = {}
+        self._decided: set[Blocks] = set()
 
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
@@ -211,6 +214,10 @@ class Estimator:
             for known in (self._compared, self._proven) if lean else (self._compared,):
                 known[name] = max(value, known.get(name, 0))
 
+    def decide(self, torn: Iterable[Blocks]) -> None:
+        """Learn that a prediction was right for a size that other blocks would have rounded otherwise."""
+        self._decided.update(torn)
+
     def beyond_compared(self, dims: Iterable[tuple[str, int]]) -> float:
         """How far dimensions are beyond those of planned steps that came out as predicted, whatever they did."""
         return max((value / max(1, self._compared.get(name, 0)) for name, value in dims), default=1.0)
@@ -246,6 +253,7 @@ class Estimator:
             trusted=settled and all(each is not None and each.trusted for each in (first, *others)),
             doubtful=frozenset().union(*(each.doubtful for each in found)),
             reach=max(each.reach for each in found),
+            torn=frozenset().union(*(each.torn for each in found)),
             others=tuple(found[1:]),
         )
 
@@ -284,7 +292,8 @@ class Estimator:
             error = max(fit.error_at(dims, self.resident_bytes), scatter)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
-            prediction = Prediction(structure, fit.values_at(dims), error, trusted, fit.doubtful, dims, reach)
+            values, torn = fit.values_at(dims), fit.torn_at(dims) - self._decided
+            prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach, torn=torn)
             if prediction.trusted:
                 return prediction
             best = best or prediction

@@ -17,6 +17,8 @@ from lightning_mimose.predict.solving import LEVERAGE
 
 Value: TypeAlias = tuple[str, int]
 """A dimension and what it is."""
+Blocks: TypeAlias = tuple[str, int, int]
+"""A dimension, what it is taken to be rounded up to, and what it may be rounded up to instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,7 @@ class Fit:
         collapsed: From what `coefficients` give to columns, where these are more.
         unused: The dimensions that vary and are left out.
         most_unused: The most that they came to together, see `fewer.together`.
+        likewise: Smaller blocks than those that it rounds up to, which round all the sizes that it was made from alike.
     """
 
     basis: Basis
@@ -67,6 +70,7 @@ class Fit:
     collapsed: Collapse | None = None
     unused: tuple[str, ...] = ()
     most_unused: float = 0.0
+    likewise: tuple[Blocks, ...] = ()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -101,6 +105,10 @@ class Fit:
         is_right = self.basis.bends and not self.basis.rounds and self.error <= EXACT_ERROR
         return self.error * (beyond**0.5 if is_right else beyond)
 
+    def torn_at(self, dims: Mapping[str, int]) -> frozenset[Blocks]:
+        """Of blocks that describe what was seen as well, those that round some size otherwise."""
+        return frozenset(each for each in self.likewise if not rounds_alike(dims[each[0]], each[1], each[2]))
+
     def _known_to(self, name: str) -> int:
         """The greatest value of a length of which something is known, where one of two is padded."""
         padded, granule = self.basis.padded or ("", 1)
@@ -121,3 +129,13 @@ class Fit:
         Any of them: where small heights have shown that kernels change, small widths may as well.
         """
         return tuple(name for name in self.sides if self.without and dims[name] < self.low[name])
+
+
+def rounds_alike(length: int, block: int, other: int) -> bool:
+    """Whether it is as long in whole blocks of one kind as of another.
+
+    Example:
+        >>> rounds_alike(60, 32, 16), rounds_alike(40, 32, 16)
+        (True, False)
+    """
+    return -(-length // block) * block == -(-length // other) * other

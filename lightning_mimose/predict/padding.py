@@ -58,6 +58,24 @@ def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> l
     return scaled(dims, sizes, [*lines, *squares])
 
 
+def chunked_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
+    """Bases for one length that some layers pad to whole chunks, and others hold against itself: scans and attention.
+
+    Example:
+        >>> [basis.granules[2] for basis in chunked_bases(("x:1",), [{"x:1": n} for n in (20, 30, 40)])]
+        [(32,), (32,), (16,), (16,), (8,), (8,)]
+    """
+    others = [i for i, name in enumerate(dims) if name != "batch"]
+    if len(others) != 1 or may_be_surfaces(sizes):
+        return []
+    line, square = monomial(dims, *others), monomial(dims, *others, *others)
+    rungs: list[Rung] = []
+    for block in blocks_of(dims[others[0]], sizes):
+        rungs.append([*map(feature, (monomial(dims), line)), feature(line, block, others), feature(square)])
+        rungs.append([*rungs[-1], feature(square, block, others)])
+    return scaled(dims, sizes, rungs)
+
+
 def strided_bases(
     dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], columns: NDArray[np.float64], peaks: NDArray[np.float64]
 ) -> list[Basis]:

@@ -483,6 +483,26 @@ def test_lengths_that_are_padded_to_whole_blocks(block: int, seed: int) -> None:
     np.testing.assert_allclose(prediction.values, padded(between), rtol=1e-4)
 
 
+def test_smaller_blocks_that_describe_what_was_seen_as_well_are_told() -> None:
+    """Of sizes that they would round otherwise, and until a step of one of those came out as predicted."""
+    exact = law(0, 1)
+
+    def padded(size: Size) -> NDArray[np.float64]:
+        return exact({**size, "ids:1": -(-size["ids:1"] // 16) * 16}) + 8 * size["batch"] * size["ids:1"]
+
+    estimator = learnt(text(52, 20, 64, 32, 18, 24), padded)
+    alike, otherwise = text(58, 40)
+    assert not predicted(estimator, alike).torn
+    found = predicted(estimator, otherwise)
+    assert found.torn == {("ids:1", 32, 16)}
+    assert found.values.sum() > padded(otherwise).sum()
+    estimator.decide(found.torn)
+    assert not predicted(estimator, otherwise).torn
+    settled = learnt([*text(52, 20, 64, 32, 18, 24), otherwise], padded)
+    for size in text(44, 58, 12):
+        assert not predicted(settled, size).torn
+
+
 @pytest.mark.parametrize("block", [16, 64])
 def test_whole_blocks_of_one_of_two_lengths_say_nothing_of_others(block: int) -> None:
     """Texts are padded where they have to be, which is another shape; and their translations are of any length."""
