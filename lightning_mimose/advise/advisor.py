@@ -17,7 +17,7 @@ from lightning_mimose.advise.student import Student
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
-from lightning_mimose.menu import GRADES, RECOMPUTE_LEAN, SPLITS
+from lightning_mimose.menu import GRADES, KEEP, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.plan import Plan, Planner, PlannerChoice
 from lightning_mimose.plan.best import small_plan
 from lightning_mimose.plan.cache import PlanCache
@@ -219,6 +219,23 @@ class Advisor(Student):
             if with_reserve(most) + self.misses.kept_free_bytes <= self.budget_bytes:
                 return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
         return Advice(None, None, False)
+
+    def keeping_some(self, size: BatchSize, resident: Resident) -> Advice | None:
+        """What of a batch of which nothing is to be trusted may be kept for sure; None if nothing.
+
+        Args:
+            size: Its size.
+            resident: What is resident, the batch included.
+        """
+        base = max(resident.total_bytes, resident.update_bytes)
+        most = int((self.budget_bytes - self.misses.kept_free_bytes) / (1 + RESERVE_SHARE))
+        found = self.estimator.bounds.within(dict(size.dims), most - base)
+        if found is None:
+            return None
+        kept, bound_bytes = found
+        actions = {unit: KEEP if unit in kept else action for unit, action in self.shelter.items()}
+        plan = Plan.of(actions, predicted_peak_bytes=base + bound_bytes, added_seconds=0.0)
+        return Advice(plan, None, False, bounded=True) if len(plan) < len(self.shelter) else None
 
     def has_leaner(self, size: BatchSize, resident: Resident) -> bool:
         """Whether a plan is known that keeps a batch inside the budget."""

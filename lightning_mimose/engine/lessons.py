@@ -129,7 +129,7 @@ class Lessons:
 
     def ran(self, step: Step) -> None:
         """A step is over, learnt from or not."""
-        self._resting.ran(self._way, step.size.dims, sheltered=step.sheltered)
+        self._resting.ran(self._way, step.size.dims, sheltered=step.sheltered or step.keeps_some)
 
     @property
     def _way(self) -> tuple[object, int]:
@@ -294,7 +294,8 @@ class Lessons:
         # A bound may have the optimizer's state twice, as that of a very first step.
         went_on = made_state and step.resident.old_gradient_bytes > 0
         if not (step.undecided or step.retried or went_on):
-            self._advisor.estimator.bounds.add(dict(step.size.dims), trace.kept_bytes)
+            dims, bounds = dict(step.size.dims), self._advisor.estimator.bounds
+            bounds.add(dims, trace.kept_bytes, trace.peak_bytes, trace.spared)
         if trace.passes_apart:
             return False
         went_back = any(mark.name == "backward" for mark in trace.marks)

@@ -109,12 +109,22 @@ class Running:
         """Put the plan of a step in force: it is the one that is running."""
         self.step = step
         self._inlets.close()
+        self._keep_some(step)
         self._metering.arm(step)
         if step.undecided:
             self._session.arm({}, None)
             self._inlets.wait(self)
         else:
             self._put_in_force(step)
+
+    def _keep_some(self, step: Step) -> None:
+        """Of a sheltered step that nothing would be learnt from keep what there is room for, for sure."""
+        alone = self._decisions.agreement is None and self._tenancy is None
+        if not alone or step.undecided or not step.sheltered or not self._lessons.rest(step):
+            return
+        advice = self._advisor.keeping_some(step.size, step.resident)
+        if advice is not None and advice.plan is not None:
+            step.advice, step.actions = advice, self._advisor.actions_of(advice.plan)
 
     def _put_in_force(self, step: Step, recorder: StepRecorder | None = None) -> None:
         advisor, session = self._advisor, self._session
@@ -135,6 +145,8 @@ class Running:
         step = self.step
         assert step is not None
         self._decisions.settle(step, size)
+        if not step.is_measured:
+            self._keep_some(step)
         records = step.learns and step.sheltered and step.measuring and not step.updating
         recorder = step.recorder if records and isinstance(step.recorder, StepRecorder) else None
         self._put_in_force(step, recorder)

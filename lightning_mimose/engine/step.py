@@ -101,6 +101,11 @@ class Step:
         return self.advice.plan is None
 
     @property
+    def keeps_some(self) -> bool:
+        """Whether nothing trustworthy is known yet, but that some units may be kept for sure."""
+        return self.advice.bounded and bool(self.actions)
+
+    @property
     def own_lasting_bytes(self) -> int:
         """What lasts at its start of the training itself, as `ResidentLedger.lasting_bytes` has it."""
         return self.resident.lasting_bytes - self.batch_bytes - self.others_bytes

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from lightning_mimose.measure.call import RNG_STATE_BYTES, Call
 from lightning_mimose.measure.interval import Allocator, Interval
+from lightning_mimose.predict.ample import Spared
 from lightning_mimose.predict.maxima import Groups
 
 DIES, IS_USED, GOES, IS_GONE, LET_GO = "dies", "is used", "goes", "is gone", "is let go of"
@@ -227,6 +228,18 @@ class StepTrace:
             for mark, interval in zip(self.marks, self.intervals, strict=True)
         ]
         return max(peaks, default=0)
+
+    @property
+    def spared(self) -> dict[str, Spared]:
+        """The units that were recomputed, and what that has spared and cost, over all calls."""
+        saved: dict[str, dict[int, int]] = {}
+        seconds: dict[str, float] = {}
+        for call in self.calls:
+            region = call.region
+            if region is not None:
+                saved.setdefault(region.unit, {}).update(call.saved)
+                seconds[region.unit] = seconds.get(region.unit, 0.0) + (call.seconds if call is region else 0.0)
+        return {unit: Spared(sum(sizes.values()), seconds[unit]) for unit, sizes in saved.items()}
 
     @property
     def kept_bytes(self) -> int:
