@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from lightning_mimose.advise.advice import RESERVE_SHARE, Advice, Holds, with_reserve
 from lightning_mimose.advise.forecast import KNOWN_PEAKS, LEAN_REACH, understood_by
 from lightning_mimose.advise.student import Student
+from lightning_mimose.advise.torn import torn_by
 from lightning_mimose.agreement import Choices, Judgement
 from lightning_mimose.budget import budget_in_bytes, format_bytes
 from lightning_mimose.errors import BudgetInfeasibleError
@@ -24,6 +26,7 @@ from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.checking import USABLE_ERROR
 from lightning_mimose.predict.estimator import Prediction
+from lightning_mimose.predict.misses import MISSED_SHARE
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size
@@ -134,7 +137,9 @@ class Advisor(Student):
             proves = self.beyond(prediction) > 0
             if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):
                 proves = self.estimator.beyond_compared(size.dims) > LEAN_REACH
-            proves |= bool(prediction.torn)
+            told_by = 2 * MISSED_SHARE * plan.predicted_peak_bytes
+            timeline_of = partial(self.timeline_of, resident=resident)
+            proves = proves or bool(torn_by(prediction, timeline_of, self.actions_of(plan), told_by))
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
+from lightning_mimose.advise.torn import torn_by
 from lightning_mimose.measure.call import RNG_STATE_BYTES
 from lightning_mimose.measure.counters import Counters
 from lightning_mimose.measure.observe import Observation
@@ -112,7 +114,8 @@ class Student(Forecast):
         if abs(missed) <= large:
             self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
             if prediction is not None:
-                self.estimator.decide(prediction.torn)
+                timeline_of = partial(self.timeline_of, resident=resident)
+                self.estimator.decide(torn_by(prediction, timeline_of, actions, 2 * large))
         # Others would leave less, if these leave any.
         less = missed <= 0 and not bound and (-missed > large or (-missed > small and left_free > 0))
         if not (more or less or broken):

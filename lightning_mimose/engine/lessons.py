@@ -170,7 +170,7 @@ class Lessons:
         Raises:
             BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
-        if not step.sheltered:
+        if not (step.sheltered or step.keeps_some):
             self._learnt_of.pop(step.size.layout, None)
             if self._learnt:
                 self._learnt = 0

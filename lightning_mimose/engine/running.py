@@ -120,7 +120,7 @@ class Running:
     def _keep_some(self, step: Step) -> None:
         """Of a sheltered step that nothing would be learnt from keep what there is room for, for sure."""
         alone = self._decisions.agreement is None and self._tenancy is None
-        if not alone or step.undecided or not step.sheltered or not self._lessons.rest(step):
+        if not alone or step.retried or step.undecided or not step.sheltered or not self._lessons.rest(step):
             return
         advice = self._advisor.keeping_some(step.size, step.resident)
         if advice is not None and advice.plan is not None:

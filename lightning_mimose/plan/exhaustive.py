@@ -13,8 +13,8 @@ import numpy as np
 from lightning_mimose.plan.structure import Floats, Ints, forest_of
 from lightning_mimose.predict.timeline import Timeline
 
-MOST_PICKS = 1 << 13
-"""Picks up to which all are looked at: one position takes as many additions as there are picks and options."""
+MOST_PICKS, MOST_ENTRIES = 1 << 13, 1 << 18
+"""Picks up to which all are looked at, and times options: one position takes as many additions as that."""
 
 
 class Every:
@@ -89,6 +89,8 @@ def are_few(timeline: Timeline) -> bool:
 
 
 def _picks_of(timeline: Timeline) -> Floats:
+    if not len(timeline.base_bytes):
+        return np.zeros((0, len(timeline.options)))
     return _every_pick(timeline.parents, tuple(option.unit for option in timeline.options))
 
 
@@ -103,7 +105,7 @@ def _every_pick(parents: tuple[int, ...], unit_of: tuple[int, ...]) -> Floats:
     count = [1 for _ in (*parents, -1)]
     for unit in lowest_first:
         count[parents[unit]] *= count[unit] + len(own[unit])
-        if count[parents[unit]] > MOST_PICKS:
+        if count[parents[unit]] > min(MOST_PICKS, MOST_ENTRIES // max(1, len(unit_of))):
             return np.zeros((0, len(unit_of)))
     picks = [np.zeros((1, len(unit_of))) for _ in (*parents, -1)]
     for unit in lowest_first:

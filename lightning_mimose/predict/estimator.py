@@ -52,7 +52,8 @@ class Prediction:
         reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
         others: Predictions of the other paths that such a step may take, or of other shapes on its path; what is said
             besides holds for all of them.
-        torn: What else it may be rounded up to, see `Fit.torn_at`: it is predicted by the larger blocks.
+        torn: What else it may be rounded up to, and the values then, see `Fit.torn_at`; `values` are those of the
+            larger blocks.
     """
 
     structure: Structure
@@ -63,7 +64,7 @@ class Prediction:
     dims: Mapping[str, int] = field(default_factory=dict)
     reach: float = 1.0
     others: tuple[Prediction, ...] = ()
-    torn: frozenset[Blocks] = frozenset()
+    torn: Mapping[Blocks, NDArray[np.float64]] = field(default_factory=dict)
 
 
 class Estimator:
@@ -177,6 +178,7 @@ class Estimator:
         self._measured_since.clear()
         self._proven.clear()
         self._compared.clear()
+        self._decided.clear()
 
     def note_broken(self, size: BatchSize, missed_bytes: int) -> None:
         """A planned step of a size broke the budget: what was missing is kept free for this size from now on."""
@@ -215,7 +217,7 @@ class Estimator:
                 known[name] = max(value, known.get(name, 0))
 
     def decide(self, torn: Iterable[Blocks]) -> None:
-        """Learn that a prediction was right for a size that other blocks would have rounded otherwise."""
+        """Learn that lengths are rounded up to the first of two blocks, and not to the other."""
         self._decided.update(torn)
 
     def beyond_compared(self, dims: Iterable[tuple[str, int]]) -> float:
@@ -253,7 +255,6 @@ class Estimator:
             trusted=settled and all(each is not None and each.trusted for each in (first, *others)),
             doubtful=frozenset().union(*(each.doubtful for each in found)),
             reach=max(each.reach for each in found),
-            torn=frozenset().union(*(each.torn for each in found)),
             others=tuple(found[1:]),
         )
 
@@ -292,7 +293,8 @@ class Estimator:
             error = max(fit.error_at(dims, self.resident_bytes), scatter)
             trusted = self._trusted(fit, error, dims)
             reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
-            values, torn = fit.values_at(dims), fit.torn_at(dims) - self._decided
+            values = fit.values_at(dims)
+            torn = {blocks: other for blocks, other in fit.torn_at(dims).items() if blocks not in self._decided}
             prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach, torn=torn)
             if prediction.trusted:
                 return prediction

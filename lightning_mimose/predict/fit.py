@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -105,9 +105,20 @@ class Fit:
         is_right = self.basis.bends and not self.basis.rounds and self.error <= EXACT_ERROR
         return self.error * (beyond**0.5 if is_right else beyond)
 
-    def torn_at(self, dims: Mapping[str, int]) -> frozenset[Blocks]:
-        """Of blocks that describe what was seen as well, those that round some size otherwise."""
-        return frozenset(each for each in self.likewise if not rounds_alike(dims[each[0]], each[1], each[2]))
+    def torn_at(self, dims: Mapping[str, int]) -> dict[Blocks, NDArray[np.float64]]:
+        """Of blocks that describe what was seen as well, those that round some size otherwise: what they predict."""
+        found = {}
+        for name, block, other in self.likewise:
+            if not rounds_alike(dims[name], block, other):
+                place = self.basis.dims.index(name)
+                granules = tuple(
+                    tuple(other if i == place and each == block else each for i, each in enumerate(row))
+                    for row in self.basis.granules
+                )
+                found[name, block, other] = replace(
+                    self, basis=replace(self.basis, granules=granules), likewise=()
+                ).values_at(dims)
+        return found
 
     def _known_to(self, name: str) -> int:
         """The greatest value of a length of which something is known, where one of two is padded."""

@@ -92,3 +92,13 @@ def seeded(rounds: int) -> Rounds:
     """The same weights each time."""
     torch.manual_seed(1)
     return Rounds(rounds)
+
+
+@pytest.mark.parametrize("actions", [["split"], ["lean", "recompute", "split"]])
+def test_a_split_that_is_tried_leaves_no_weights_either(actions: list[str]) -> None:
+    """Its trial runs without gradients: weights from there would get none. The budget holds everything."""
+    torch.manual_seed(0)
+    batches = [torch.randn(48 + 16 * (step * 5 % 7), 12, WIDTH) for step in range(8)]
+    plain = train(partial(seeded, 1), batches, None, loss_of)
+    done = train(partial(seeded, 1), batches, plain.budget(2.0), loss_of, actions=actions)
+    assert equal(done, plain)

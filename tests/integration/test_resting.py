@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose.advise.advice import Advice
+from lightning_mimose.advise.advisor import Advisor
+from lightning_mimose.plan import Plan
 from lightning_mimose.predict.resting import LEARNT_STEPS
+from lightning_mimose.predict.shapes import Resident
+from lightning_mimose.sizes import BatchSize
 from tests.helpers.architectures import Batch, equal, train
 
 STEPS, LONGER_STEPS, WIDTH = 100, 20, 32
@@ -86,22 +91,26 @@ class Dropping(nn.Module):
         return x.square().mean()
 
 
+def dropping() -> nn.Module:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return Dropping()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What it gives."""
+    out: torch.Tensor = model(x)
+    return out
+
+
 @pytest.mark.conformance("How people train", "a fifth of many blocks left out by chance in each step", "works")
 def test_what_surely_fits_is_kept_where_nothing_is_learnt() -> None:
     """No plan is ever trusted; but what sheltered steps took, and all that the units kept would have saved, fits."""
     chance = random.Random(1)
-    batches = [torch.randn(4, chance.randrange(40, 80), WIDTH) for _ in range(76)]
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return Dropping()
-
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = model(x)
-        return out
-
-    plain = train(build, batches, loss_fn=loss_of)
-    ours = train(build, batches, plain.budget(0.8), loss_of, units=["blocks.*"])
+    batches = [torch.randn(4, chance.randrange(40, 80), WIDTH) for _ in range(130)]
+    plain = train(dropping, batches, loss_fn=loss_of)
+    with pytest.warns(UserWarning, match="60 steps and more ran sheltered"):
+        ours = train(dropping, batches, plain.budget(0.8), loss_of, units=["blocks.*"])
     assert ours.mimose is not None
     assert equal(plain, ours)
     assert max(ours.peaks) <= ours.mimose.budget_bytes
@@ -110,3 +119,33 @@ def test_what_surely_fits_is_kept_where_nothing_is_learnt() -> None:
     assert len(keeping) > len(later) / 3
     assert all(0 < len(record.actions) < 24 for record in keeping)
     assert all(record.predicted_peak_bytes is None for record in keeping)
+
+
+def test_a_step_that_runs_again_for_want_of_memory_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits for sure, as it seemed: it failed under a plan that was to fit as well."""
+    chance = random.Random(1)
+    failing = LEARNT_STEPS + 6
+    batches = [torch.randn(4, chance.randrange(40, 80), WIDTH) for _ in range(failing + 2)]
+    plain = train(dropping, batches, loss_fn=loss_of)
+    unplanned, steps, failed = Advisor._unplanned, list[int](), list[bool]()
+
+    def sometimes_planned(self: Advisor, size: BatchSize, resident: Resident, kept_bytes: int) -> Advice:
+        steps.append(len(steps))
+        if len(steps) == failing:
+            return Advice(Plan((), tuple(self.shelter), kept_bytes, 0.0), kept_bytes, False)
+        return unplanned(self, size, resident, kept_bytes)
+
+    def fails_once(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        if len(steps) == failing and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("out of memory, as played")
+        return loss
+
+    monkeypatch.setattr(Advisor, "_unplanned", sometimes_planned)
+    ours = train(dropping, batches, plain.budget(0.8), fails_once, units=["blocks.*"])
+    assert ours.mimose is not None
+    assert failed
+    assert equal(plain, ours)
+    (again,) = [record for record in ours.mimose.records if record.retried]
+    assert len(again.actions) == 24

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,6 +102,13 @@ def test_where_they_are_many_others_are_asked() -> None:
     nested = realistic("nested", units=4)
     assert are_few(nested)
     assert Every.of(nested) is not None
+
+
+def test_units_one_inside_of_the_other_are_counted_quickly() -> None:
+    """There are as many picks as units, each as long: a thousand of them are too much to write down."""
+    timeline = realistic("identical", units=1000)
+    assert not are_few(replace(timeline, parents=tuple(range(-1, 999))))
+    assert are_few(replace(timeline.only(lambda unit, action: False), parents=tuple(range(-1, 999))))
 
 
 def test_nothing_to_choose_from() -> None:
