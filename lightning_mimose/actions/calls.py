@@ -157,7 +157,10 @@ class _Calls:
         recorder = self._session.recorder
         if recorder is None:
             return self._original(*args, **kwargs)
-        return recorder.run_kept(self._name, self._original, args, kwargs, self._state.copied_bytes)
+        state = self._state
+        return recorder.run_kept(
+            self._name, self._original, args, kwargs, state.copied_bytes, lambda: left_in(state.modules())
+        )
 
     def _split(self, chunks: int, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session

@@ -76,9 +76,8 @@ class Judge:
             elif step.mixed:
                 unknown = "a plan for less than the model was called with in the end: only the last units recomputed."
             elif step.advice.bounded:
-                unknown = (
-                    "no plan: the budget had seemed ample. Such batches recompute as much as they can from now on."
-                )
+                unknown = "no plan: the budget had seemed ample" if not step.actions else "what seemed to fit for sure"
+                unknown += ". Such batches recompute as much as they can from now on."
             elif self._session.met:
                 known = unknown = (
                     f"a plan that knew nothing of {named_shortly(self._session.met)}, which was called all the same. "

@@ -200,6 +200,7 @@ class StepRecorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         copied_bytes: Callable[[], int] = int,
+        left: Callable[[], Left] = dict,
     ) -> Any:
         """Run a call that is kept, or that is nested in a region.
 
@@ -209,16 +210,17 @@ class StepRecorder:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             copied_bytes: Tells what would be copied for its forward were it recomputed itself.
+            left: Tells which activations it has left as attributes.
         """
         if self.replays.running:
-            return self.replays.run_inside(unit, original, args, kwargs)
+            return self.replays.run_inside(unit, original, args, kwargs, left)
         call = self.enter(unit, "keep", args, kwargs)
         call.copied_bytes = copied_bytes()
         try:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
-        self.leave(call, out)
+        self.leave(call, out, left() if self._in_region else NOTHING_LEFT)
         return out
 
     def has_called(self, unit: str) -> bool:
@@ -371,8 +373,7 @@ class StepRecorder:
         """A region's recomputation has returned: remember which storages."""
         if self.replays.running:
             call.outputs = self._storages.in_order(out)
-            for place in call.left.keys() & left.keys():
-                call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)
+            self.replays.finds_again(call, left)
 
     def region_left(self, call: Call, out: Any, left: Left) -> None:
         """A region's forward has returned."""

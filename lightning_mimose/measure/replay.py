@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -225,8 +225,15 @@ class Replays:
                 for slot in filter(None, (ref() for ref in slots)):
                     slot.packed = None
 
-    def run_inside(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call nested in the region that runs again."""
+    def run_inside(
+        self,
+        unit: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        left: Callable[[], Mapping[tuple[int, str], torch.Tensor]] = dict,
+    ) -> Any:
+        """Run a call nested in the region that runs again; see `StepRecorder.run_kept`."""
         assert self._expected is not None
         call = next(self._expected, None)
         if call is None or call.unit != unit:
@@ -241,8 +248,14 @@ class Replays:
         finally:
             self._stack.pop()
         call.outputs = self._storages.in_order(out)
+        self.finds_again(call, left())
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
+
+    def finds_again(self, call: Call, left: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        """What a call has left as attributes in forward, it has left again."""
+        for place in call.left.keys() & left.keys():
+            call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)
 
     @contextmanager
     def timed(self, call: Call) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import equal, train
 
 WIDTH = 32
@@ -26,10 +27,10 @@ class Symmetric(nn.Module):
 class Block(nn.Module):
     """Adds to its input, by a normalised weight and one that is the same for both directions."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.wide, self.back = weight_norm(nn.Linear(WIDTH, 4 * WIDTH)), nn.Linear(4 * WIDTH, WIDTH)
-        self.same = nn.Linear(WIDTH, WIDTH)
+        self.wide, self.back = weight_norm(nn.Linear(width, 4 * width)), nn.Linear(4 * width, width)
+        self.same = nn.Linear(width, width)
         parametrize.register_parametrization(self.same, "weight", Symmetric())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,11 +42,11 @@ class Block(nn.Module):
 class Rounds(nn.Module):
     """Calls its blocks so many times, as a recurrent network does."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, width: int = WIDTH) -> None:
         super().__init__()
         self.rounds = rounds
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A loss."""
@@ -82,8 +83,8 @@ def test_cached_weights_are_found_again(rounds: int, share: float) -> None:
     assert len(planned) >= 8
     assert any(record.actions for record, _ in planned)
     for record, peak in planned:
-        assert peak <= 1.01 * budget
-        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.015)
+        assert peak <= budget
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
     assert not parametrize._cache_enabled
     assert not parametrize._cache
 
@@ -92,6 +93,27 @@ def seeded(rounds: int) -> Rounds:
     """The same weights each time."""
     torch.manual_seed(1)
     return Rounds(rounds)
+
+
+@pytest.mark.parametrize("unit", ["blocks.1", "blocks.1.wide", "blocks.3.wide"])
+def test_cached_weights_live_as_long_as_the_table(unit: str) -> None:
+    """Whether the unit that makes one is recomputed or kept: the weights are most of what a small batch takes."""
+    width = 256
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Rounds(1, width)
+
+    def planner(timeline: Timeline, budget_bytes: int) -> dict[str, str]:
+        return {unit: "recompute"} if (unit, "recompute") in timeline.option_index else {}
+
+    batches = [torch.randn(2, 10 + 2 * (step * 5 % 7), width) for step in range(9)]
+    done = train(build, batches, "2GB", loss_of, planner=planner)
+    assert done.mimose is not None
+    planned = [*zip(done.mimose.records, done.peaks, strict=True)][4:]
+    assert any(record.actions == {unit: "recompute"} for record, _ in planned)
+    for record, peak in planned:
+        assert record.sheltered or record.predicted_peak_bytes == pytest.approx(peak, rel=0.002)
 
 
 @pytest.mark.parametrize("actions", [["split"], ["lean", "recompute", "split"]])
