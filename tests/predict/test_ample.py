@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_mimose.predict.ample import LEAST_SAFETY, PATIENCE_STEPS, Bounds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_mimose.predict.ample import LEAST_SAFETY, PATIENCE_STEPS, Bounds, Spared
 
 
 def seen(*steps: tuple[dict[str, int], int]) -> Bounds:
@@ -69,3 +72,47 @@ def test_what_was_refuted_is_believed_no_more() -> None:
     bounds = seen(({"n": 10}, 1000))
     bounds.refute()
     assert bounds.of({"n": 10}) is None
+
+
+@given(
+    sheltered=st.integers(0, 10**6),
+    units=st.dictionaries(
+        st.sampled_from("abcdefgh"), st.tuples(st.integers(0, 10**6), st.floats(0, 1)), min_size=1, max_size=8
+    ),
+    room=st.integers(0, 10**7),
+    steps=st.integers(PATIENCE_STEPS, 80),
+)
+def test_what_is_kept_for_sure_leaves_room_for_more_than_was_seen(
+    sheltered: int, units: dict[str, tuple[int, float]], room: int, steps: int
+) -> None:
+    """What those kept have saved comes on top of the highest sheltered step, a fifth more at least; no more fit."""
+    bounds = Bounds()
+    spared = {unit: Spared(*each) for unit, each in units.items()}
+    for _ in range(steps):
+        bounds.add({"ids:1": 60}, sheltered + sum(each.nbytes for each in spared.values()), sheltered, spared)
+    found = bounds.within({"ids:1": 60}, room)
+    everything = bounds.of({"ids:1": 60})
+    assert everything is not None
+    if found is None:
+        assert everything > room
+        return
+    kept, bound_bytes = found
+    most = sheltered + sum(spared[unit].nbytes for unit in kept)
+    assert kept
+    assert kept <= units.keys()
+    assert int(LEAST_SAFETY * most) <= bound_bytes <= room
+    assert all(2 * (most + spared[unit].nbytes) > room for unit in units.keys() - kept)
+    assert (kept == units.keys()) == (everything <= room)
+
+
+def test_nothing_is_kept_for_sure_of_sizes_that_were_not_seen() -> None:
+    """Nor before enough steps were, nor once a bound was broken."""
+    bounds = Bounds()
+    for step in range(PATIENCE_STEPS):
+        assert bounds.within({"ids:1": 60}, 10**9) is None, step
+        bounds.add({"ids:1": 60}, 1000, 600, {"a": Spared(400, 1.0)})
+    assert bounds.within({"ids:1": 60}, 10**9) == (frozenset("a"), 2000)
+    assert bounds.within({"ids:1": 600}, 10**9) is None
+    assert bounds.within({"pixels:2": 60}, 10**9) is None
+    bounds.refute()
+    assert bounds.within({"ids:1": 60}, 10**9) is None
