@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import partial
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any
@@ -137,9 +136,8 @@ class Advisor(Student):
             proves = self.beyond(prediction) > 0
             if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):
                 proves = self.estimator.beyond_compared(size.dims) > LEAN_REACH
-            told_by = 2 * MISSED_SHARE * plan.predicted_peak_bytes
-            timeline_of = partial(self.timeline_of, resident=resident)
-            proves = proves or bool(torn_by(prediction, timeline_of, self.actions_of(plan), told_by))
+            told_by, actions = 2 * MISSED_SHARE * plan.predicted_peak_bytes, self.actions_of(plan)
+            proves = proves or bool(torn_by(prediction, resident, self.timeline_of, actions, told_by))
         peak = self._actual_peak(size, planned, plan, resident)
         return Advice(plan, peak, hit, infeasible, proves)
 

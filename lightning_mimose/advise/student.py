@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from lightning_mimose.advise.forecast import Forecast
@@ -114,8 +113,7 @@ class Student(Forecast):
         if abs(missed) <= large:
             self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
             if prediction is not None:
-                timeline_of = partial(self.timeline_of, resident=resident)
-                self.estimator.decide(torn_by(prediction, timeline_of, actions, 2 * large))
+                self.estimator.decide(torn_by(prediction, resident, self.timeline_of, actions, 2 * large))
         # Others would leave less, if these leave any.
         less = missed <= 0 and not bound and (-missed > large or (-missed > small and left_free > 0))
         if not (more or less or broken):

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.fit import Blocks
+from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 
 
 def torn_by(
     prediction: Prediction,
-    timeline_of: Callable[[Prediction], Timeline],
+    resident: Resident,
+    timeline_of: Callable[[Prediction, Resident], Timeline],
     actions: Mapping[str, str],
     least_bytes: float,
 ) -> list[Blocks]:
@@ -22,7 +24,8 @@ def torn_by(
 
     Args:
         prediction: Of the step.
-        timeline_of: Makes a timeline of that.
+        resident: What is resident.
+        timeline_of: Makes a timeline of both.
         actions: What units do in the step.
         least_bytes: By how much its peak has to be lower with them.
     """
@@ -30,7 +33,7 @@ def torn_by(
         return []
 
     def peak_of(one: Prediction) -> int:
-        timeline = timeline_of(one)
+        timeline = timeline_of(one, resident)
         known = {unit: action for unit, action in actions.items() if (unit, action) in timeline.option_index}
         return timeline.peak_bytes(known)
 

@@ -129,7 +129,7 @@ class Lessons:
 
     def ran(self, step: Step) -> None:
         """A step is over, learnt from or not."""
-        self._resting.ran(self._way, step.size.dims, sheltered=step.sheltered or step.keeps_some)
+        self._resting.ran(self._way, step.size.dims, sheltered=step.is_untrusted)
 
     @property
     def _way(self) -> tuple[object, int]:
@@ -170,7 +170,7 @@ class Lessons:
         Raises:
             BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
-        if not (step.sheltered or step.keeps_some):
+        if not step.is_untrusted:
             self._learnt_of.pop(step.size.layout, None)
             if self._learnt:
                 self._learnt = 0

@@ -79,11 +79,9 @@ class Metering:
 
     def decided(self, step: Step) -> None:
         """A step that has begun without a size has one: what is decided about it is known."""
-        if step.sheltered or step.keeps_some:
-            self._due = LEARNING_STEPS
+        self._due = LEARNING_STEPS if step.is_untrusted else max(0, self._due - 1)
         if step.sheltered:
             return
-        self._due = max(0, self._due - (not step.keeps_some))
         self._bounded += step.advice.bounded
         due = self._is_free or self._measures_planned(step)
         step.by_the_way = step.learns and not due

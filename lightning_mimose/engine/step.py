@@ -101,9 +101,9 @@ class Step:
         return self.advice.plan is None
 
     @property
-    def keeps_some(self) -> bool:
-        """Whether nothing trustworthy is known yet, but that some units may be kept for sure."""
-        return self.advice.bounded and bool(self.actions)
+    def is_untrusted(self) -> bool:
+        """Whether nothing trustworthy is known yet: it is sheltered, but for units that may be kept for sure."""
+        return self.sheltered or (self.advice.bounded and bool(self.actions))
 
     @property
     def own_lasting_bytes(self) -> int:

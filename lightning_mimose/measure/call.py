@@ -12,6 +12,8 @@ from lightning_mimose.menu import RECOMPUTE
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""
+Left = Mapping[tuple[int, str], torch.Tensor]
+"""Activations that a call has left as attributes, by identity of the module and name."""
 
 
 def call_key(unit: str, occurrence: int) -> str:

@@ -9,14 +9,14 @@ checkpoint's own sees which storages each nested unit saves (see `replay`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
-from lightning_mimose.measure.call import RNG_STATE_BYTES, Call
+from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, Left
 from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve, GradientBytes
@@ -30,8 +30,6 @@ from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER
 
-Left = Mapping[tuple[int, str], torch.Tensor]
-"""Activations that a call has left as attributes, by identity of the module and name."""
 NOTHING_LEFT: Left = {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, LeanItem, ResultItem
+from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, LeanItem, Left, ResultItem
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
@@ -231,7 +231,7 @@ class Replays:
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        left: Callable[[], Mapping[tuple[int, str], torch.Tensor]] = dict,
+        left: Callable[[], Left],
     ) -> Any:
         """Run a call nested in the region that runs again; see `StepRecorder.run_kept`."""
         assert self._expected is not None
@@ -252,7 +252,7 @@ class Replays:
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
 
-    def finds_again(self, call: Call, left: Mapping[tuple[int, str], torch.Tensor]) -> None:
+    def finds_again(self, call: Call, left: Left) -> None:
         """What a call has left as attributes in forward, it has left again."""
         for place in call.left.keys() & left.keys():
             call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)

@@ -256,7 +256,8 @@ class Planner:
         target = max(least.predicted_peak_bytes, budget_bytes - margin_bytes)
         if target > budget_bytes:
             return least
-        return fastest_plan(menu, target, time_limit_seconds=LEAST_SECONDS, incumbents=(least,)) or least
+        plan = fastest_plan(menu, target, time_limit_seconds=LEAST_SECONDS, incumbents=(least,))
+        return least if plan is None else plan  # one that keeps everything is empty
 
     def _find_saver(self, menu: Timeline, budget_bytes: int, margin_bytes: int) -> None:
         """In the planner's thread: what `plan` had no time for."""

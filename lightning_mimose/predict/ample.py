@@ -87,7 +87,6 @@ class Bounds:
         for name, value in dims.items():
             largest[name] = max(value, largest[name])
         self._most_bytes[names] = max(kept_bytes, self._most_bytes.get(names, 0))
-
         self._sheltered_bytes[names] = max(sheltered_bytes, self._sheltered_bytes[names])
         known = self._spared[names]
         for unit, (nbytes, seconds) in spared.items():

@@ -163,7 +163,7 @@ class Choice:
             (name, block, other)
             for name, block in zip(self.basis.dims, granules, strict=True)
             for other in BLOCKS
-            if 1 < other < block and all(rounds_alike(size[name], block, other) for size in self.sizes)
+            if other < block and all(rounds_alike(size[name], block, other) for size in self.sizes)
         )
 
 
@@ -189,6 +189,10 @@ def outlined(
         check, basis = _best(sizes, expansion, structure, resident_bytes, among)
         return Choice(sizes, expansion, structure, resident_bytes, dims, relations, basis, None, check)
 
+    def bettered(choice: Choice, among: Sequence[Basis], most: float) -> Choice:
+        other = best(choice.expansion, among) if among else choice
+        return other if other.check.error < most else choice
+
     def of_maxima(among: Sequence[Basis]) -> Choice | None:
         """Only exactly: where these follow a basis no better than that, it is another one than they do follow."""
         expansion = Expansion(measured, expands=True)
@@ -209,15 +213,11 @@ def outlined(
     if plain.check.error > GOOD_ERROR:
         summary = structure.summary(plain.expansion.plain)
         padded = _likely(padded_bases(dims, sizes), sizes, summary)
-        other = best(plain.expansion, padded) if padded else plain
-        plain = other if other.check.error < BETTER * plain.check.error else plain
-        chunked = chunked_bases(dims, sizes)
-        other = best(plain.expansion, chunked) if chunked else plain
-        plain = other if other.check.error < min(GOOD_ERROR, BETTER * plain.check.error) else plain
+        plain = bettered(plain, padded, BETTER * plain.check.error)
+        plain = bettered(plain, chunked_bases(dims, sizes), min(GOOD_ERROR, BETTER * plain.check.error))
         # Of as many as there are for strides one describes anything a little better.
         strided = strided_bases(dims, sizes, plain.expansion.plain, summary[:, 0])
-        other = best(plain.expansion, strided) if strided else plain
-        plain = other if other.check.error < GOOD_ERROR else plain
+        plain = bettered(plain, strided, GOOD_ERROR)
         # Of what decides next to nothing it takes many sizes to learn how little that is.
         offered = fewer_bases(dims, sizes) if fewer and plain.check.error > GOOD_ERROR else []
         likely = [each for each in _likely(offered, sizes, summary) if may_do_without(each, dims, sizes)]
