@@ -52,7 +52,7 @@ class _Calls:
 
     def __init__(self, unit: Unit, session: Session, original: Callable[..., Any]) -> None:
         self._name, self._session, self._original = unit.name, session, original
-        self._state = WrittenState(unit.module)
+        self._state = WrittenState(unit.module, session.replaced)
         self._state.settings.unit = unit.name
         # A container says nothing by itself.
         kind = tuple(type(module) for module in (unit.module, *unit.module.children()))
@@ -265,7 +265,7 @@ class _Calls:
             original = Compared(name, original, originals.values(), self._verdict)
         self._note_given(leaves)
         out: Any = None
-        left: dict[Place, torch.Tensor] = {}
+        left: dict[Place, list[torch.Tensor]] = {}
         ran, began, thread = False, torch._C._autograd._get_sequence_nr(), get_ident()
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -273,7 +273,8 @@ class _Calls:
             if not ran:  # torch before 2.13 makes one to hold what the region is given
                 session.own_nodes += torch._C._autograd._get_sequence_nr() - began
                 ran = True
-                return original(*inner_args, **inner_kwargs)
+                with nullcontext() if recorder is None else state.watched():
+                    return original(*inner_args, **inner_kwargs)
             session.latest = name
             # A backward in the midst of the forward: what is counted there is counted in its thread.
             with session.counting_own() if get_ident() == thread else nullcontext():

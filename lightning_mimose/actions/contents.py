@@ -46,8 +46,9 @@ def _copy_dict(value: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
 
 def _fill_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> None:
     keys, items = content
+    held = _held(items)  # before it lets go of them: nobody else may hold them
     value.clear()
-    for key, found, item in zip(keys, _held(items), items, strict=True):
+    for key, found, item in zip(keys, held, items, strict=True):
         if found is not None or item is None:
             value[key] = found
 
@@ -58,8 +59,9 @@ def _fill_other(value: Any, content: Any) -> None:
 
 
 def _fill_deque(value: deque[Any], content: list[Any]) -> None:
+    alive = _alive(content)
     value.clear()
-    value.extend(_alive(content))
+    value.extend(alive)
 
 
 def _same_dict(value: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> bool:
@@ -124,10 +126,14 @@ def _kind_of(value: Any) -> _Kind | None:
     return next((known for base, known in _KINDS.items() if isinstance(value, base)), None)
 
 
-def content_of(value: Any) -> Any:
+def content_of(value: Any, *, holding: bool = False) -> Any:
     """A copy of what can change inside an object; None for an object that is what it is.
 
     Containers are copied one level deep: what they hold is told apart by identity.
+
+    Args:
+        value: The object.
+        holding: Whether the copy of a container keeps the activations in it alive.
 
     Example:
         >>> counts = [1, 2]
@@ -138,6 +144,10 @@ def content_of(value: Any) -> Any:
         [1, 2]
     """
     kind = _kind_of(value)
+    if holding and isinstance(value, (list, deque)):
+        return list(value)
+    if holding and isinstance(value, dict):
+        return list(value), list(value.values())
     return None if kind is None else kind.copy(value)
 
 

@@ -53,8 +53,8 @@ class RegionObserver(Protocol):
             results: Where what it returns will be, if it runs to its end; nobody asks for it, so it may be emptied.
         """
 
-    def recomputed(self, out: Any, left: Mapping[Place, torch.Tensor]) -> None:
-        """Shown what a run in backward returned, and left as attributes, if it ran to its end."""
+    def recomputed(self, out: Any, left: Callable[[], Mapping[Place, Sequence[torch.Tensor]]]) -> None:
+        """Shown what a run in backward returned, and told what it left in attributes, if it ran to its end."""
 
 
 _NO_ORIGINALS: Mapping[int, weakref.ref[torch.Tensor]] = {}
@@ -166,7 +166,7 @@ def recompute(
         with EVERYTHING.lent(switches), cached_again(weights), as_found, kept, running_again(), stopped, watched:
             results.append(original(*inner_args, **inner_kwargs))
             if observer:
-                observer.recomputed(results[0], left_in(state.modules()))
+                observer.recomputed(results[0], lambda: left_in(state.modules()))
         return None
 
     if _TAKES_EARLY_STOP and getattr(checkpointing, "_enable_checkpoint_early_stop", None) is None:

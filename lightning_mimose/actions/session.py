@@ -14,6 +14,7 @@ from lightning_mimose.actions.compared import TELLS_APART, Verdict
 from lightning_mimose.actions.lean.returned import Returned
 from lightning_mimose.actions.offload import Offloader
 from lightning_mimose.actions.pieces import Pieces
+from lightning_mimose.actions.stored import Replaced
 from lightning_mimose.actions.trial import CHANGES_INPUT, Trial
 from lightning_mimose.measure.collector import StepRecorder
 from lightning_mimose.measure.inputs import InputWatch
@@ -56,6 +57,7 @@ class Session:
         parts: Unit name -> the units right inside it, which stand in for it where it must not be recomputed.
         refused: Unit name -> why it is never recomputed, over all steps.
         verdicts: Kind of module, and of those right inside -> whether it computes the same in backward.
+        replaced: Which containers of activations forwards replace without a look at them, in any of the units.
         trial: The run beside the step that a unit is proven by, while it lasts.
         given: What this step's regions were given: (unit, tensor, version then).
         latest: The unit that was recomputed last.
@@ -105,6 +107,7 @@ class Session:
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     verdicts: dict[tuple[type, ...], Verdict] = field(default_factory=dict)
+    replaced: Replaced = field(default_factory=Replaced)
     trial: Trial | None = None
     given: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     latest: str | None = None

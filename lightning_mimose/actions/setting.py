@@ -21,17 +21,13 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.members import BY_NAME, KINDS, SIMPLE, Members, Names, members_now, values_of
-from lightning_mimose.actions.stored import Looks, Place, is_activation, left_alone, lost
+from lightning_mimose.actions.stored import OWN, TRIES, Looks, Place, is_activation, left_alone, lost
 from lightning_mimose.errors import RecomputeError
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 """Values that nobody can change."""
-OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
-"""What every module has for torch's own purposes, and what patching adds."""
 _UNWATCHED = OWN - {"training"}
 _NOTHING: AbstractContextManager[None] = nullcontext()
-TRIES = 8
-"""Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
 LONGEST = 32
 """Items of a container that is watched."""
 OTHER_MODE = "it was switched between training and eval mode before its backward"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from torch import nn
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.late import LateWrites, Look
 from lightning_mimose.actions.outside import ABSENT, NO_STATE, found, keys_of, look, put
-from lightning_mimose.actions.setting import OWN, Settings
-from lightning_mimose.actions.stored import is_activation, lost
+from lightning_mimose.actions.setting import Settings
+from lightning_mimose.actions.stored import OWN, Replaced, hollow, is_activation, lost
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.parts import plain_parts
 
@@ -47,12 +47,16 @@ class WrittenState:
     A norm that was frozen in eval mode writes nothing, until somebody switches it to training. What a later forward
     begins to write is noticed (see `late`). The module is not kept alive.
 
+    Args:
+        module: The unit.
+        replaced: What units share of what they know about containers of activations.
+
     Attributes:
         wrote_late: Whether the latest forward wrote what none before it had written.
         settings: What forwards find in the unit, and do not write.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, replaced: Replaced | None = None) -> None:
         self._modules = [weakref.ref(inner) for inner in module.modules()]
         self.settings = Settings(self._modules, self.written)
         self._mode: tuple[bool, ...] = ()
@@ -60,6 +64,7 @@ class WrittenState:
         self._unwritten: dict[tuple[bool, ...], LateWrites] = {}
         self._look: Look | None = None
         self._outside: Saved = []
+        self._replaced = Replaced() if replaced is None else replaced
         self.wrote_late = False
 
     def modules(self) -> list[nn.Module]:
@@ -150,11 +155,23 @@ class WrittenState:
         """
         self.wrote_late, self._outside = False, []
         if self._mode in self._written:
-            return before + self._written_late()
+            return [self._let_go(entry) for entry in before] + self._written_late()
         changed = changes(before) + appeared(self.modules(), before)
         # Activations are the setting's: an older one must not live on for the sake of a recomputation.
         self._written[self._mode] = places([e for e in changed if not is_activation(_look(e.owner, e.name))])
         return changed
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around a forward, after `before_forward`: learn which containers of activations it replaces unseen."""
+        known = ((ref(), name) for ref, name in self._written.get(self._mode, []) if ref is not None)
+        return self._replaced.watched((owner, name) for owner, name in known if owner is not None)
+
+    def _let_go(self, entry: Entry) -> Entry:
+        """Without the activations of a container that was replaced: the plain run holds them no longer."""
+        if (id(entry.owner), entry.name) not in self._replaced or _look(entry.owner, entry.name) is entry.value:
+            return entry
+        emptied = hollow(entry.value)
+        return entry if emptied is None else entry._replace(value=emptied)
 
     def _written_late(self) -> Saved:
         look, self._look = self._look, None
@@ -233,8 +250,8 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
 
     Args:
         known: The places.
-        activations: Whether to note all that is there: activations too, which stay alive as long as the copy, and what
-            is no state (any more) outside of modules.
+        activations: Whether to note all that is there: activations too, alone and in containers, which stay alive as
+            long as the copy, and what is no state (any more) outside of modules.
         tensors: Whether to copy the content of tensors.
     """
     entries = []
@@ -246,7 +263,7 @@ def copy_places(known: Sequence[Place], *, activations: bool = False, tensors: b
                 continue
             if not is_activation(value):
                 wanted = tensors or not isinstance(value, torch.Tensor)
-                entries.append(Entry(owner, name, value, content_of(value) if wanted else None))
+                entries.append(Entry(owner, name, value, content_of(value, holding=activations) if wanted else None))
             elif activations:
                 entries.append(Entry(owner, name, value, None))
     return entries

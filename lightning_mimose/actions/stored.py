@@ -1,8 +1,9 @@
-"""Activations that modules keep as attributes: attention maps, features, the state of a recurrent cell."""
+"""Activations that modules keep: attention maps, lists of features, the state of a recurrent cell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_mimose.actions.parametrized import cached_in
 from lightning_mimose.errors import RecomputeError
+from lightning_mimose.parts import leaves_in
 
 LATEST = ""
 """Stands for the unit that was recomputed last."""
@@ -18,6 +20,12 @@ GONE = "it looks at an activation that was there before, and is gone by the time
 
 Place = tuple[int, str]
 """Identity of a module, and a name in it."""
+OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
+"""What every module has for torch's own purposes, and what patching adds."""
+TRIES = 8
+"""Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
+_LONGEST = 1000
+"""Items of a container in which activations are looked for."""
 
 
 class _Lost(torch.Tensor):
@@ -33,16 +41,44 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
 
 
-def left_in(modules: Sequence[nn.Module]) -> dict[Place, torch.Tensor]:
-    """The activations that modules hold, or that are cached for them, by where they are."""
+def left_in(modules: Sequence[nn.Module]) -> dict[Place, list[torch.Tensor]]:
+    """The activations that modules hold, or that are cached for them, by where they are; several of a container."""
     held = {
-        (id(module), name): value
+        (id(module), name): _activations_in(value)
         for module in modules
         for name, value in vars(module).items()
-        if is_activation(value) and type(value) is not _Lost
+        if name not in OWN
     }
-    cached = cached_in(lambda: modules) or {}
-    return held | {place: value for place, value in cached.items() if is_activation(value)}
+    for place, value in (cached_in(lambda: modules) or {}).items():
+        held[place] = _activations_in(value)
+    return {place: found for place, found in held.items() if found}
+
+
+def _activations_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (list, tuple, dict, deque)):
+        leaves = leaves_in(value) if len(value) <= _LONGEST else []
+        return [leaf for leaf in leaves if is_activation(leaf) and type(leaf) is not _Lost]
+    return [value] if is_activation(value) and type(value) is not _Lost else []
+
+
+def hollow(value: Any) -> Any:
+    """The same container with none of the activations in it, but `lost` ones; None if it is none, or holds none.
+
+    Example:
+        >>> features = [1, torch.ones(2, requires_grad=True)]
+        >>> hollow(features)[0], hollow(features)[1] is features[1], hollow([1, 2])
+        (1, False, None)
+    """
+    if type(value) not in (list, tuple, dict, deque) or not _activations_in(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _hollowed(item) for key, item in value.items()}
+    items = [_hollowed(item) for item in value]
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def _hollowed(item: Any) -> Any:
+    return lost() if is_activation(item) else item
 
 
 def lost() -> torch.Tensor:
@@ -107,6 +143,44 @@ def watched(held: Mapping[nn.Module, Sequence[str]]) -> Iterator[Looks]:
             module.__class__ = kind
         for each in held_here:  # classes are in cycles, and would keep it
             each.clear()
+
+
+class Replaced:
+    """Which containers of activations forwards replace without a look: nobody need hold the old ones any longer.
+
+    Example:
+        >>> import torch
+        >>> class Layer(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         self.features = [x.sin()]
+        >>> layer, replaced = Layer(), Replaced()
+        >>> layer.features = [torch.ones(2, requires_grad=True)]
+        >>> with replaced.watched([(layer, "features")]):
+        ...     layer(torch.ones(2))
+        >>> (id(layer), "features") in replaced
+        True
+    """
+
+    def __init__(self) -> None:
+        self._replaced: set[Place] = set()
+        self._read: set[Place] = set()
+        self._watched: Counter[Place] = Counter()
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._replaced and place not in self._read
+
+    @contextmanager
+    def watched(self, places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+        """Around a forward: learn what it does with those of some attributes that hold activations in a container."""
+        held: dict[nn.Module, list[str]] = {}
+        for owner, name in places:
+            if self._watched[id(owner), name] < TRIES and hollow(vars(owner).get(name)) is not None:
+                self._watched[id(owner), name] += 1
+                held.setdefault(owner, []).append(name)
+        with watched(held) as looks:
+            yield
+        self._read |= looks.read
+        self._replaced |= looks.replaced
 
 
 class _Unannounced:

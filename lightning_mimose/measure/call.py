@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,8 +12,8 @@ from lightning_mimose.menu import RECOMPUTE
 
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""
-Left = Mapping[tuple[int, str], torch.Tensor]
-"""Activations that a call has left as attributes, by identity of the module and name."""
+Left = Mapping[tuple[int, str], Sequence[torch.Tensor]]
+"""Activations that a call has left in attributes, by identity of the module and name."""
 
 
 def call_key(unit: str, occurrence: int) -> str:
@@ -51,7 +51,7 @@ class Call:
         outputs: Storage ids of what it returned while everything was kept, in order.
         returned: Storage ids of what it returned in forward, in order.
         returned_bytes: Bytes of these.
-        left: Storage ids of activations that it left as attributes in forward, by identity of the module and name.
+        left: Storage ids of activations that it left in attributes in forward, by identity of the module and name.
         twins: The same, each with what its recomputation left there.
         held: Those of `returned` and `left` that somebody else holds when the backward pass begins.
         gone: Storage id of `returned` and `left` -> the interval of the forward in which it went, or that begins with

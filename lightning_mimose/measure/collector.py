@@ -208,7 +208,7 @@ class StepRecorder:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             copied_bytes: Tells what would be copied for its forward were it recomputed itself.
-            left: Tells which activations it has left as attributes.
+            left: Tells which activations it has left in attributes.
         """
         if self.replays.running:
             return self.replays.run_inside(unit, original, args, kwargs, left)
@@ -260,8 +260,8 @@ class StepRecorder:
                     call.returned_bytes += storage.nbytes()
                 if leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(begins)
-        for place, tensor in left.items():
-            call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensor)]
+        for place, tensors in left.items():
+            call.left[place] = [self._number_until_backward(call, storage) for storage in storages_in(tensors)]
         results = chain(call.returned, *call.left.values())
         self._saves_results = self._saves_results or not call.packed.keys().isdisjoint(results)
         if self._saves_results and not self._in_region and not self.replays.in_backward:
@@ -398,16 +398,16 @@ class Region:
         recorder = self._recorder()
         return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey, results)
 
-    def recomputed(self, out: Any, left: Left) -> None:
-        """Remember which storages the recomputation returned, and left as attributes."""
+    def recomputed(self, out: Any, left: Callable[[], Left]) -> None:
+        """Remember which storages the recomputation returned, and left in attributes."""
         recorder = self._recorder()
         if recorder is not None:
-            recorder.region_again(self._call, out, left)
+            recorder.region_again(self._call, out, left())
             if self._survey is not None and recorder.replays.running:
                 self._survey.returned(out)
 
     def close(self, out: Any, left: Left = NOTHING_LEFT) -> None:
-        """The forward has returned, and left activations as attributes."""
+        """The forward has returned, and left activations in attributes."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.region_left(self._call, out, left)

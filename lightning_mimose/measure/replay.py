@@ -253,7 +253,7 @@ class Replays:
         return out
 
     def finds_again(self, call: Call, left: Left) -> None:
-        """What a call has left as attributes in forward, it has left again."""
+        """What a call has left in attributes in forward, it has left again."""
         for place in call.left.keys() & left.keys():
             call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)
 

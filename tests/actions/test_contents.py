@@ -48,3 +48,23 @@ def test_what_cannot_change_inside_has_no_content(value: Any) -> None:
     assert content_of(value) is None
     assert same_content(value, None)
     put_content(value, None)
+
+
+@pytest.mark.parametrize("container", [list, deque, lambda items: dict(enumerate(items))])
+def test_activations_that_nobody_else_holds(container: Callable[[list[Any]], Any]) -> None:
+    """They survive being put back, and a copy that holds them; another copy does not keep them."""
+
+    def items(value: Any) -> list[Any]:
+        return [*value.values()] if isinstance(value, dict) else [*value]
+
+    value = container([torch.ones(1, requires_grad=True), 2])
+    put_content(value, content_of(value))
+    assert [type(item) for item in items(value)] == [torch.Tensor, int]
+    holding, other = content_of(value, holding=True), content_of(value)
+    value.clear()
+    put_content(value, holding)
+    assert [type(item) for item in items(value)] == [torch.Tensor, int]
+    value.clear()
+    del holding
+    put_content(value, other)
+    assert items(value) == [2]
