@@ -12,18 +12,16 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, same_content
+from lightning_mimose.actions.copies import Entry, Place
 from lightning_mimose.actions.members import SIMPLE, Names
 from lightning_mimose.actions.outside import NO_STATE, is_of_process
 from lightning_mimose.actions.outside import look as outer
-
-if TYPE_CHECKING:
-    from lightning_mimose.actions.state import Entry, Place
 
 SMALL_BYTES = 1 << 16
 """Tensors up to here are copied before a forward that may write them for the first time."""

@@ -21,10 +21,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.copies import Saved
 from lightning_mimose.actions.members import SIMPLE
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.setting import PLAIN, Setting
-from lightning_mimose.actions.state import Saved, WrittenState
+from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.structures import Structure, flatten, unflatten
 from lightning_mimose.actions.switches import EVERYTHING

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_mimose.actions.again import running_again
+from lightning_mimose.actions.copies import put_back
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.recompute import recompute
-from lightning_mimose.actions.state import WrittenState, put_back
+from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory

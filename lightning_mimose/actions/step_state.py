@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_mimose.actions.checksum import checksum
 from lightning_mimose.actions.contents import is_readable
-from lightning_mimose.actions.state import (
+from lightning_mimose.actions.copies import (
     Entry,
     Place,
     Saved,

@@ -20,11 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
+from lightning_mimose.actions.copies import appeared, put_back
 from lightning_mimose.actions.lean.lost import Packs
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.outside import iterator_in
 from lightning_mimose.actions.parametrized import cached_again, cached_in
-from lightning_mimose.actions.state import WrittenState, appeared, put_back
+from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
