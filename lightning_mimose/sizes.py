@@ -96,6 +96,8 @@ class SizeTracker:
         """How far inside the model sizes are read, 0 for the batch itself: see `engine.inlets`."""
         self.entries = False
         """Whether several calls of the model make a size, see there."""
+        self.with_batch = False
+        """Whether what the batch itself tells is part of sizes that are read further inside, see there."""
         self.ignored: set[str] = set()
         """Modules whose inputs follow from no size, see there."""
         self.labels = Labels()
@@ -229,12 +231,13 @@ class SizeTracker:
             {"names": x.names, "low": x.low, "high": x.high, "groups": x.groups, "seen": x.seen} for x in self._layouts
         ]
         read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
+        read["with_batch"] = self.with_batch
         read["labels"] = list(self.labels.told)
         return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, in place of all that was learned here."""
-        self.restart(state["level"], state["entries"])
+        self.restart(state["level"], state["entries"], state.get("with_batch", False))
         self.ignored.clear()
         self.ignored.update(state["ignored"])
         self.labels = Labels(state.get("labels", ()))
@@ -245,9 +248,9 @@ class SizeTracker:
             layout.update_shown()
             self._add(layout)
 
-    def restart(self, level: int, entries: bool = False) -> None:
+    def restart(self, level: int, entries: bool = False, with_batch: bool = False) -> None:
         """Forget all sizes: from now on they are read elsewhere, and are not comparable."""
-        self.level, self.entries, self._kind = level, entries, None
+        self.level, self.entries, self.with_batch, self._kind = level, entries, with_batch, None
         self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
 
     def _add(self, layout: Layout) -> int:

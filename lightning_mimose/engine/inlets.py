@@ -8,6 +8,8 @@ Sizes are read in the batch (level 0) until one of these is seen:
 - Batches of one size came to the first unit, or to the first one right inside a module around units, in tensors of
   different shapes (`inputs`). Such a step recomputes all it may from there on, and from the next one on sizes are read
   one level further inside; where that does not help a unit that is not the first, they are read where they were again.
+  What a batch of few tensors tells itself stays part of the size: what the step has drawn is not all that decides (the
+  tokens that were masked out come back in a decoder, a loss is taken at the resolution of the labels).
 - After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
 - Steps go by the shape of what comes to the first unit, and by what batches show they are described badly (two texts
   that are padded to the longer one).
@@ -25,14 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from lightning_mimose.actions.foreign import in_backward
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.dims import Leaf
+from lightning_mimose.dims import Leaf, leaves_of
 from lightning_mimose.engine.arguments import (
     first_tensor,
     has_lists,
@@ -52,6 +55,16 @@ from lightning_mimose.units import Unit
 
 MOST_RISES = 2
 """How often sizes are read further inside for a unit that is not the step's first."""
+FEW_LEAVES = 4
+"""Tensors in a batch that are part of sizes which are read further inside; of more, as in a detector's, none is."""
+
+
+class Place(NamedTuple):
+    """Where sizes are read: see `SizeTracker` for each."""
+
+    level: int
+    entries: bool = False
+    with_batch: bool = False
 
 
 class Sized(Protocol):
@@ -97,19 +110,21 @@ class Inlets:
         self._names: dict[str, Sequence[str]] = {}
         self._gates = Gates(model, units)
         self._inputs = Inputs(units, self._tracker.ignored)
-        self._risen: tuple[int, str] | None = None
-        """Level from which sizes were read further inside for a unit that is not the first, and what is around that."""
+        self._risen: tuple[Place, str] | None = None
+        """Where sizes were read before, for a unit that is not the first, they were read further inside, and what is
+        around that."""
         self._rises = 0
         self._left: tuple[dict[str, Any], Estimator, int] | None = None
         """What was known of sizes where they were read before that, and of their steps, and when it was left."""
-        self._next: tuple[int, bool] | None = None
-        """Level and whether sizes have several entries, from the next step on."""
+        self._next: Place | None = None
+        """Where sizes are read from the next step on."""
         self._step: Sized | None = None
         self._looked_at = 0
         """Of how many sizes it was seen whether what the model is given tells more."""
         self._waits = self._at_unit = self._called = self._blind = False
         self._passed = 0
         self._size: BatchSize | None = None
+        self._of_batch: list[Leaf] = []
         self._entries = Entries()
         self.outside = False
 
@@ -122,9 +137,9 @@ class Inlets:
             SizeError: It cannot be read, now or later.
         """
         if self._next is not None:
-            self._read_at(*self._next)
+            self._read_at(self._next)
         if self._fixed and self._tracker.level:  # learnt by a run that could read them elsewhere
-            self._read_at(0, entries=False)
+            self._read_at(Place(0))
         if self._tracker.level:
             self._tracker.labels.observe(batch)
         else:
@@ -133,12 +148,13 @@ class Inlets:
             except SizeError:
                 if self._fixed or self._tracker.names or has_tensors(batch):
                     raise
-            self._read_at(1, entries=False)
+            self._read_at(Place(1))
             self._advisor.announce(
                 f"mimose: there is no tensor in this batch, a {type(batch).__name__}: sizes are read where the model "
                 "is called"
             )
         self._blind = not (self._tracker.names or has_tensors(batch))
+        self._of_batch = _few_leaves(batch) if self._tracker.with_batch else []
         self._gates.attach(self)
         return None
 
@@ -152,27 +168,32 @@ class Inlets:
         if told_better and self.rise("what the model is given tells more of steps than their batches do"):
             self._risen = None  # sizes are not read again where they were before that
 
-    def rise(self, why: str) -> bool:
-        """Read sizes further inside from the next step on; returns whether that is possible."""
+    def rise(self, why: str, *, with_batch: bool = False) -> bool:
+        """Read sizes further inside from the next step on; returns whether that is possible.
+
+        Args:
+            why: For the log.
+            with_batch: Whether what the batch tells itself stays part of them.
+        """
         if self._fixed or self._next or (self._tracker.level and self._at_unit):
             return False
-        self._next = self._tracker.level + 1, False
+        self._next = Place(self._tracker.level + 1, with_batch=with_batch or self._tracker.with_batch)
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
         return True
 
-    def _read_at(self, level: int, entries: bool) -> None:
+    def _read_at(self, place: Place) -> None:
         tracker, advisor, left = self._tracker, self._advisor, self._left
         before = tracker.state_dict(), advisor.estimator
         self._next = self._left = None
         self._inputs.forget()
         self._entries.forget()
-        if left is not None and (level, entries, advisor.forgotten) == (left[0]["level"], left[0]["entries"], left[2]):
+        if left is not None and (*place, advisor.forgotten) == (*(left[0][name] for name in Place._fields), left[2]):
             tracker.load_state_dict({**left[0], "ignored": tracker.ignored.copy()})
             advisor.forget(left[1])
             return
-        tracker.restart(level, entries)
+        tracker.restart(*place)
         advisor.forget()
-        if self._risen is not None and level == self._risen[0] + 1:
+        if self._risen is not None and place.level == self._risen[0].level + 1:
             self._left = *before, advisor.forgotten
 
     def detach(self) -> None:
@@ -239,10 +260,19 @@ class Inlets:
             self._passed += 1
             if self._passed < self._tracker.level:
                 return False
+            if self._tells_nothing(leaves):
+                self._tracker.restart(self._tracker.level + 1, with_batch=True)
+                return False
             self._settle(leaves)
         else:
             self._enter(name, leaves)
         return True
+
+    def _tells_nothing(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether what the model is called with is what the batch has told, which was too little for the first unit."""
+        if not self._tracker.with_batch or self._tracker.names or self._risen is not None:
+            return False
+        return set(map(_shape, leaves)) <= set(map(_shape, self._of_batch))
 
     def end_call(self) -> None:
         """See `gates.Calls`."""
@@ -275,7 +305,7 @@ class Inlets:
         if tracker.entries:
             self._size = tracker.complete(leaves, self._advisor.estimator.completed)
         else:
-            self._size = tracker.observe_leaves(leaves)
+            self._size = tracker.observe_leaves([*leaves, *self._of_batch])
         self._entries.add(leaves)
         step.decide(self._size)
 
@@ -288,7 +318,7 @@ class Inlets:
             if not self._tracker.holds(entries.together(), size):
                 step.shelter_rest()
         elif not entries.follows(name):
-            self._next = self._tracker.level, True
+            self._next = Place(self._tracker.level, entries=True)
             self._advisor.announce(
                 "mimose: the model is called several times in a step, on inputs whose sizes do not follow from the "
                 "first: all of them are read from now on"
@@ -306,7 +336,7 @@ class Inlets:
             return
         told = f"batches of {self._tracker.named(size)} came to {unit!r} in different shapes"
         if not inputs.started:
-            self.rise(told)
+            self.rise(told, with_batch=True)
             step.shelter()
         elif self._is_cured_of(unit, told):
             step.shelter_rest()
@@ -332,16 +362,28 @@ class Inlets:
         """
         tracker, around = self._tracker, self._inputs.around(unit)
         if tracker.level and len(self._entries) > 1:  # it is in a later call of the model
-            self._next = tracker.level, True
+            self._next = Place(tracker.level, entries=True)
             self._advisor.announce(f"mimose: {told}: all inputs of the model's calls are read from now on")
             return True
-        if self._risen is None and self._rises < MOST_RISES and self.rise(told):
-            self._risen = tracker.level, around
+        here = Place(tracker.level, tracker.entries, tracker.with_batch)
+        if self._risen is None and self._rises < MOST_RISES and self.rise(told, with_batch=True):
+            self._risen = here, around
             self._rises += 1
             return True
         tracker.ignored.add(around)
         if self._risen is not None and self._risen[1] == around:
-            self._next, self._risen = (self._risen[0], False), None
+            self._next, self._risen = self._risen[0], None
             self._advisor.announce(f"mimose: {told} all the same: sizes are read where they were")
             return True
         return False
+
+
+_shape = itemgetter(1)
+
+
+def _few_leaves(batch: Any) -> list[Leaf]:
+    try:
+        leaves = leaves_of(batch)
+    except SizeError:
+        return []
+    return [(f"batch.{path}", shape) for path, shape in leaves] if len(leaves) <= FEW_LEAVES else []

@@ -34,7 +34,7 @@ UNMEASURED_STEPS = 3
 
 TIMED_STEPS = 20
 """Steps that are timed at first, of those that are not measured unit by unit."""
-VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS = 20, 5, 2
+VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS, MANY_LAYOUTS = 20, 5, 2, 3
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can; and
 twice as many before those in more than a few are, which plans may be made for unless a maximum of them decides."""
 SHELTERED_STEPS = 60
@@ -142,7 +142,8 @@ class Lessons:
         if learnt < VAIN_STEPS or self._advisor.tracker.entries:
             return False
         dims = len(self._advisor.independent_dims(size))
-        if self._learnt_of[size.layout] <= dims:  # few of these
+        # Few of these, and not for there are that many (lists of another number of tensors each time).
+        if self._learnt_of[size.layout] <= dims and len(self._learnt_of) < MANY_LAYOUTS:
             return False
         return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and learnt >= 2 * VAIN_STEPS)
 

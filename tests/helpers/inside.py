@@ -15,7 +15,7 @@ from lightning_mimose import Mimose
 from tests.helpers.fits import condition
 from tests.helpers.loops import Loss, plain_step
 from tests.helpers.meter import PeakMeter
-from tests.helpers.models import TinyText, TinyVision
+from tests.helpers.models import Block, TinyText, TinyVision
 
 STEPS = 30
 
@@ -216,6 +216,79 @@ def squares(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
     return {"images": images, "side": torch.tensor(side), "labels": torch.tensor(labels_of(chance))}
 
 
+class Masked(nn.Module):
+    """Encodes the words that were not masked out, and decodes all of them, as masked autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.encoder = nn.ModuleList(Block(32) for _ in range(3))
+        self.decoder = nn.ModuleList(Block(32) for _ in range(2))
+
+    def forward(self, words: torch.Tensor, kept: int) -> torch.Tensor:
+        """The loss; the first words are kept."""
+        x = self.embed(words)
+        rest = torch.zeros_like(x[:, kept:])
+        x = x[:, :kept]
+        for block in self.encoder:
+            x = block(x)
+        x = torch.cat([x, rest], 1)
+        for block in self.decoder:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+def of_any_length(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """As many words as the batch tells, of which the step keeps another share each time."""
+    length = 96 if number == 4 else chance.randint(32, 96)
+    words = torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(number))
+    return {"words": words, "kept": torch.tensor(int(length * chance.uniform(0.2, 0.5)))}
+
+
+def reconstructed(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Only the step knows how many are kept."""
+    loss: torch.Tensor = model(batch["words"], int(batch["kept"]))
+    return loss
+
+
+class Segmenter(nn.Module):
+    """Tells of each pixel what it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 32, 1), nn.GELU(), nn.Conv2d(32, 16, 1)) for _ in range(6)
+        )
+        self.head = nn.Conv2d(16, 4, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Batch x classes x height x width."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def of_any_side(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
+    """Images, classes of their pixels, and what share of their side they are brought to by the step."""
+    generator = torch.Generator().manual_seed(number)
+    side = 48 if number == 4 else chance.choice((24, 32, 40, 48))
+    images = torch.randn(2, 3, side, side, generator=generator)
+    classes = torch.randint(0, 4, (2, side, side), generator=generator)
+    share = chance.choice((0.5, 0.75, 1.0, 1.25))
+    return {"images": images, "classes": classes, "side": torch.tensor(int(side * share) // 4 * 4)}
+
+
+def segmented(model: nn.Module, batch: Any) -> torch.Tensor:
+    """At the resolution of the classes."""
+    side = int(batch["side"])
+    found = model(functional.interpolate(batch["images"], (side, side), mode="bilinear"))
+    found = functional.interpolate(found, batch["classes"].shape[-2:], mode="bilinear")
+    return functional.cross_entropy(found, batch["classes"])
+
+
 def growing(chance: random.Random, number: int) -> dict[str, torch.Tensor]:
     """The same, small ones until all is learnt."""
     return squares(chance, number) | {"side": torch.tensor(24 if number < STEPS // 2 else 48)}
@@ -307,6 +380,8 @@ CASES = {
     "resized": Case(TinyVision, squares, resized, 20),
     "resized inside": Case(Resizing, squares, lambda model, batch: model(**batch).loss, 20),
     "growing": Case(TinyVision, growing, resized, 24),
+    "masked out": Case(Masked, of_any_length, reconstructed, 24, 48),
+    "at the resolution of the classes": Case(Segmenter, of_any_side, segmented, 24, 48),
     **{
         f"unpadded in a {handed}": Case(
             lambda handed=handed: Unpadded(handed),  # type: ignore[misc]

@@ -40,6 +40,8 @@ CONFORMING = {
     "two texts, one model": "two texts that the training step tokenises, one encoder for both",
     "resized": "images that the training step resizes, each time to another resolution",
     "the longer of two": "a better and a worse answer, which the training step pads to the longer one",
+    "masked out": "words that the step masks out, in a share that it draws, and that come back in a decoder",
+    "at the resolution of the classes": "images that the step resizes, with a loss at the resolution of the labels",
     "lists of images": "lists of images of any sizes that the model pads itself, as detectors do",
 }
 
