@@ -14,6 +14,7 @@ from lightning_mimose.predict.features import Basis, Relation
 from lightning_mimose.predict.local import LocalFit
 from lightning_mimose.predict.maxima import Collapse
 from lightning_mimose.predict.solving import LEVERAGE
+from lightning_mimose.predict.untold import Untold
 
 Value: TypeAlias = tuple[str, int]
 """A dimension and what it is."""
@@ -49,6 +50,7 @@ class Fit:
         unused: The dimensions that vary and are left out.
         most_unused: The most that they came to together, see `fewer.together`.
         likewise: Smaller blocks than those that it rounds up to, which round all the sizes that it was made from alike.
+        untold: Products of two sides that followed from its features in all sizes that it was made from.
     """
 
     basis: Basis
@@ -71,6 +73,7 @@ class Fit:
     unused: tuple[str, ...] = ()
     most_unused: float = 0.0
     likewise: tuple[Blocks, ...] = ()
+    untold: tuple[Untold, ...] = ()
 
     def values_at(self, dims: Mapping[str, int]) -> NDArray[np.float64]:
         """What is predicted for some size, shape (columns,)."""
@@ -85,7 +88,8 @@ class Fit:
         """The error to expect at some size, as a share of its peak.
 
         Sizes that were all rounded alike tell nothing of others: if they were whole multiples (of a stride, a window),
-        it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one.
+        it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one,
+        or where a product of sides is another than followed from the rest in all sizes (see `untold`).
         Beyond the sizes seen it grows with the leverage, as if all of it were due to a wrong basis: from lengths that
         are nearly the same, what grows with their square cannot be told from what grows with them. Where the basis has
         squares and is right but for rounding, it grows with the root of that, as noise does. Where one of two lengths
@@ -100,6 +104,8 @@ class Fit:
             return max(self.error, self.local.error_at(dims, resident_bytes))
         features = self.basis.features(dims)
         if self.resting is not None and (np.abs(features @ self.resting) > LEVERAGE).any():
+            return float("inf")
+        if any(each.is_another(features, dims) for each in self.untold):
             return float("inf")
         beyond = max(1.0, float(features @ self.inverse @ features) / self.leverage)
         is_right = self.basis.bends and not self.basis.rounds and self.error <= EXACT_ERROR

@@ -10,6 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lightning_mimose.predict.separate import are_separate
+
 MOST_WRONG = 3
 """How often a kind may be foreseen and not come before it has to come more often than not."""
 REMEMBERED = 16
@@ -137,6 +139,7 @@ class _Kind:
         weight: The same of late.
         sizes: Of such steps, as many as are remembered.
         shares: Whether steps that called the same units had another number: if not, it goes by what they call.
+        is_apart: Whether their sizes alone may tell them from all others.
     """
 
     pattern: _Pattern = field(default_factory=_Pattern)
@@ -147,6 +150,7 @@ class _Kind:
     weight: float = 0.0
     sizes: set[Hashable] = field(default_factory=set)
     shares: bool = False
+    is_apart: bool = False
 
     def came(self, step: int, place: int, *, told: bool = False) -> None:
         """It has come; `told` says that nothing else was to be expected of the size."""
@@ -227,11 +231,19 @@ class Kinds:
         return index < len(self._named) and self._named[index].is_sure
 
     def _waits(self, kind: _Kind) -> bool:
-        """Whether it may come by chance, with the units that are called: blocks left out, one head of several.
+        """Whether it may come by chance, with the units that are called (blocks left out) or the size (batches of one).
 
-        What such steps take is known from the paths through the model, see `predict.paths`.
+        What such steps take is known from the paths through the model, see `predict.paths`, and from their sizes.
         """
-        return not (kind.is_sure or kind.shares or kind.pattern.is_proven(kind.times / max(1, self._times)))
+        if kind.is_sure or (kind.shares and not kind.is_apart):
+            return False
+        return not kind.pattern.is_proven(kind.times / max(1, self._times))
+
+    def _hold_sizes_apart(self) -> None:
+        if len(self._counts) > 1:
+            for kind in self._counts.values():
+                others = [size for other in self._counts.values() if other is not kind for size in other.sizes]
+                kind.is_apart = not kind.is_sure and are_separate(kind.sizes, others)
 
     def foresee(self, step: int, place: int) -> int:
         """The kind of a step.
@@ -283,6 +295,7 @@ class Kinds:
         kind.times, kind.weight, self._times = kind.times + 1, kind.weight + 1, self._times + 1
         if len(kind.sizes) < MOST_MIXED:
             kind.sizes.add(size)
+            self._hold_sizes_apart()
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
         conflicts = before != count
         steady, self._steady = self._steady, self._steady + 1 if kind.is_sure else 0

@@ -150,6 +150,26 @@ def test_what_one_size_alone_says_is_believed_of_no_other() -> None:
         assert not known or found.values_at(dims) == pytest.approx(values[0] * law(source, target), rel=1e-6)
 
 
+def test_one_longest_side_tells_nothing_of_images_that_are_smaller_both_ways() -> None:
+    """Their area is a sum of the other side then, with and without a batch that varies."""
+    _, values, structure = rows([1], small=0)
+    pairs = ((32, 20), (24, 32), (32, 32), (32, 16), (12, 32), (32, 28), (20, 32), (32, 12), (16, 32), (32, 24))
+    for batches in ((4,), (4, 2, 3)):
+        sizes = [
+            {"batch": batches[i % len(batches)], "input:2": height, "input:3": width}
+            for i, (height, width) in enumerate(pairs)
+        ]
+        areas = [size["batch"] * size["input:2"] * size["input:3"] for size in sizes]
+        found = best_fit(sizes, rows_of(np.outer(areas, values[0])), structure, 0)
+        for height, width in ((24, 24), (12, 12), (28, 32), (32, 24)):
+            dims = {"batch": batches[-1], "input:2": height, "input:3": width}
+            predicted = found.error_at(dims, 0) < EXACT_ERROR
+            assert predicted or (32 not in (height, width))
+            assert not predicted or found.values_at(dims) == pytest.approx(
+                values[0] * batches[-1] * height * width, rel=1e-6
+            )
+
+
 def test_one_smaller_batch_is_believed_to_be_one() -> None:
     """Where bytes are the batch times something of the rest, it is no feature of its own that it rests on."""
     _, values, structure = rows([1], small=0)
