@@ -333,5 +333,6 @@ class Lessons:
         return False
 
     def _made_state(self, step: Step) -> bool:
-        """Whether a step has updated for the first time inside itself: optimizer state has come in its midst."""
+        """Whether something has come in a step's midst that stays: the optimizer's state, larger buffers."""
+        self._ledger.count_buffers()
         return self._ledger.lasting_bytes() > step.own_lasting_bytes

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
-from operator import attrgetter, not_
+from operator import attrgetter, is_not, not_
 from typing import Any
 
 import torch
@@ -266,12 +266,23 @@ class ResidentLedger:
     def refresh(self) -> None:
         """Count parameters and buffers again (after layers were frozen, added or converted)."""
         parameters = {id(p): p for p in self._model.parameters()}.values()
-        self._fixed_bytes = storage_bytes([*parameters, *self._model.buffers()]) + self.bucket_bytes
         self._tensors = list(parameters)
+        tables = ((module, module._buffers) for module in self._model.modules())
+        self._tables = [table for module, table in tables if table or not type(module).__module__.startswith("torch.")]
+        self._buffers: list[weakref.ref[torch.Tensor]] = []
+        self._fixed_bytes = storage_bytes(self._tensors) + self.bucket_bytes
+        self.count_buffers()
         self._sizes = [held_bytes(p) for p in parameters]
         self.trained = None  # of other parameters
         self._present, self._absent = (), ()
         self.count_gradients()
+
+    def count_buffers(self) -> None:
+        """Look at the buffers: forwards may set others (a table of positions or a bias for longer texts)."""
+        now = [buffer for table in self._tables if table for buffer in table.values() if buffer is not None]
+        if len(now) != len(self._buffers) or any(map(is_not, now, [ref() for ref in self._buffers])):
+            self._buffers = [*map(weakref.ref, now)]  # those that are replaced are to go
+            self._fixed_bytes = storage_bytes([*self._tensors, *now]) + self.bucket_bytes
 
     def watch(self, optimizers: Sequence[Optimizer], growing_bytes: int = 0) -> None:
         """Name the optimizers whose state is resident, and how much it grows to where it grows with every update."""
@@ -309,7 +320,8 @@ class ResidentLedger:
         return self.trained
 
     def count_gradients(self) -> None:
-        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time."""
+        """Look at the gradients, once per step: layers may be frozen or unfrozen at any time; and at the buffers."""
+        self.count_buffers()
         self._count()
         if self._unwatched is None:
             among = set(map(id, optimized(*self._optimizers)))

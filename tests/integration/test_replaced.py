@@ -127,6 +127,35 @@ def test_a_replaced_buffer_counts_once() -> None:
     check(Centered, 0.65)
 
 
+class Biased(Task):
+    """Has a bias of all words for all words, made anew for longer texts, as some positional embeddings are."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__(TinyText(3, 48))
+        self.register_buffer("bias", None)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        length = batch["input_ids"].shape[1]
+        if self.bias is None or len(self.bias) < 24 * length:
+            self.register_buffer("bias", torch.ones(24 * length, length), persistent=False)
+        return super().training_step(batch, batch_idx) + self.bias[:length].mean()
+
+
+def test_a_buffer_that_is_made_anew_for_longer_texts_is_resident_from_then_on() -> None:
+    """What is learnt in the steps in which it grows has it, too, and would count it twice."""
+    fit_plainly = run(task=Biased, data=data())
+    budget = fit_plainly.budget(0.7)
+    callback = MimoseCallback(budget)
+    fit = run(callback, task=Biased, data=data(), metered=True)
+    assert same(fit.weights(), fit_plainly.weights())
+    planned = [(record, peak) for record, peak in zip(callback.records, fit.peaks, strict=True) if not record.sheltered]
+    assert len(planned) >= len(callback.records) // 2
+    assert max(fit.peaks) <= budget
+    for record, peak in planned:
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+        assert record.measured_peak_bytes in (None, pytest.approx(peak, rel=0.01))
+
+
 class Averaging(torch.optim.SGD):
     """Puts new tensors in the place of parameters and of its state."""
 
