@@ -38,7 +38,7 @@ from lightning_mimose.predict.shortfalls import shortfalls
 from lightning_mimose.predict.solving import described, monotone, unseen_residuals
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.tilings import MULTIPLES
-from lightning_mimose.predict.untold import untold_products
+from lightning_mimose.predict.untold import untold
 
 BETTER = 0.75
 """What the error of a basis must be of a simpler one's to be chosen in its place: less is chance, of so many."""
@@ -153,9 +153,7 @@ class Choice:
             unused,
             max((together(size, unused, high) for size in self.sizes), default=0.0),
             self._likewise(),
-            untold_products(self.basis, self.sizes, design)
-            if self.local is None and may_be_surfaces(self.sizes)
-            else (),
+            untold(self.basis, self.sizes, design) if self.local is None else (),
         )
 
     def _likewise(self) -> tuple[Blocks, ...]:

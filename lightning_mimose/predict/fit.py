@@ -50,7 +50,7 @@ class Fit:
         unused: The dimensions that vary and are left out.
         most_unused: The most that they came to together, see `fewer.together`.
         likewise: Smaller blocks than those that it rounds up to, which round all the sizes that it was made from alike.
-        untold: Products of two sides that followed from its features in all sizes that it was made from.
+        untold: Features that it lacks, and that followed from its own in all sizes that it was made from.
     """
 
     basis: Basis
@@ -89,7 +89,7 @@ class Fit:
 
         Sizes that were all rounded alike tell nothing of others: if they were whole multiples (of a stride, a window),
         it is infinite where one is not. It is infinite, too, where a size has features that rest on a single other one,
-        or where a product of sides is another than followed from the rest in all sizes (see `untold`).
+        or where one that the basis lacks is another than followed from the rest in all sizes (see `untold`).
         Beyond the sizes seen it grows with the leverage, as if all of it were due to a wrong basis: from lengths that
         are nearly the same, what grows with their square cannot be told from what grows with them. Where the basis has
         squares and is right but for rounding, it grows with the root of that, as noise does. Where one of two lengths

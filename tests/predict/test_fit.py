@@ -228,3 +228,19 @@ def test_no_more_than_the_smallest_areleft_out() -> None:
     """Kernels that change in the middle of the range are no reason to believe in what is left."""
     sizes, values, structure = rows((64, 24, 96, 48, 80, 16, 72), small=64)
     assert best_fit(sizes, rows_of(values), structure, 0).error > EXACT_ERROR
+
+
+def test_a_square_says_nothing_of_other_sides_than_three() -> None:
+    """Any three values follow a parabola, also in many sizes."""
+    _, values, structure = rows([1], small=0)
+
+    def law(side: int, tokens: int) -> int:
+        return (side // 4) ** 4 + 9 * side**2 + 40 * tokens
+
+    pairs = ((28, 31), (24, 53), (28, 50), (28, 24), (32, 39), (32, 54), (32, 46), (24, 56), (24, 30))
+    sizes = [{"batch": 4, "input:2": side, "t:1": tokens} for side, tokens in pairs]
+    found = best_fit(sizes, rows_of(np.outer([law(*pair) for pair in pairs], values[0])), structure, 0)
+    known, other = {"batch": 4, "input:2": 28, "t:1": 41}, {"batch": 4, "input:2": 16, "t:1": 41}
+    assert found.error_at(known, 0) < EXACT_ERROR
+    assert found.values_at(known) == pytest.approx(values[0] * law(28, 41), rel=1e-6)
+    assert found.error_at(other, 0) > 1
