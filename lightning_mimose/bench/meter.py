@@ -46,13 +46,20 @@ from torch.utils._pytree import tree_leaves
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 
-def _tensors(tree: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers, mappings that pytree does not know (`BatchEncoding`) included."""
+def _tensors(tree: object, inside: int = 2) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers, mappings that pytree does not know (`BatchEncoding`) included.
+
+    Args:
+        tree: What they are in.
+        inside: How many objects deep attributes are looked at (those of a dataclass, of a graph).
+    """
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from _tensors(dict(leaf))
+            yield from _tensors(dict(leaf), inside)
+        elif inside and not isinstance(leaf, (type, torch.nn.Module)):
+            yield from _tensors([*getattr(leaf, "__dict__", {}).values()], inside - 1)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,21 @@ def test_what_is_replaced_counts_once() -> None:
         peaks.append(meter.peak_bytes)
         del kept
     assert peaks == [3 * 256 * KIB, 3 * 256 * KIB]
+
+
+@dataclass
+class Graph:
+    """A batch that pytree cannot take apart."""
+
+    nodes: torch.Tensor
+    edges: dict[str, torch.Tensor]
+
+
+def test_what_is_in_a_batch_of_ones_own_is_resident() -> None:
+    model, graph = nn.Linear(8, 8, bias=False), Graph(torch.ones(KIB), {"index": torch.ones(2 * KIB)})
+    with PeakMeter(model, None, [graph, "a name"]) as meter:
+        pass
+    assert meter.resident_bytes == (64 + 3 * KIB) * 4
 
 
 def test_who_puts_the_allocators_mark_back_hides_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
