@@ -58,7 +58,8 @@ class Refuser:
         if least_bytes <= budget or not self._raises:
             return None
         why = f"the optimizer's update alone needs {format_bytes(least_bytes)} ({parts}), before any activation"
-        return infeasible_error(budget, lasting_bytes + gradient_bytes, least_bytes, why)
+        instead = "use an optimizer with less state (smaller batches do not help)"
+        return infeasible_error(budget, lasting_bytes + gradient_bytes, least_bytes, why, instead)
 
     def by_prediction(self, size: BatchSize, resident: Resident) -> None:
         """Refuse a batch whose most saving plan is predicted to exceed the budget."""
@@ -113,7 +114,13 @@ class Refuser:
         self.exceed()
 
 
-def infeasible_error(budget_bytes: int, resident_bytes: int, smallest: int, why: str) -> BudgetInfeasibleError:
+def infeasible_error(
+    budget_bytes: int,
+    resident_bytes: int,
+    smallest: int,
+    why: str,
+    instead: str = "use smaller batches or an optimizer with less state",
+) -> BudgetInfeasibleError:
     """No plan keeps the step inside the budget.
 
     Args:
@@ -121,12 +128,12 @@ def infeasible_error(budget_bytes: int, resident_bytes: int, smallest: int, why:
         resident_bytes: What is resident before the step.
         smallest: The least budget that is sure to do.
         why: What needs how much, as the end of a sentence.
+        instead: What may help but a larger budget.
     """
     return BudgetInfeasibleError(
         f"The budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) cannot be kept: {why}. "
         f"Resident are {resident_bytes:,} bytes ({format_bytes(resident_bytes)}). Give at least {smallest:,} bytes "
-        f"({format_bytes(smallest)}), use smaller batches or an optimizer with less state, or go on with the most "
-        'saving plan by on_infeasible="warn".',
+        f'({format_bytes(smallest)}), {instead}, or go on with the most saving plan by on_infeasible="warn".',
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         smallest_feasible_bytes=smallest,
