@@ -153,7 +153,7 @@ class Choice:
             unused,
             max((together(size, unused, high) for size in self.sizes), default=0.0),
             self._likewise(),
-            untold(self.basis, self.sizes, design) if self.local is None else (),
+            untold(self.basis, self.sizes, design, solved) if self.local is None else (),
         )
 
     def _likewise(self) -> tuple[Blocks, ...]:

@@ -7,7 +7,7 @@ nothing. Likewise a square describes anything that has three sides, whatever it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -42,30 +42,37 @@ class Untold:
         return abs(float(self.feature.features(dims)[0] - features @ self.weights)) > _SAME
 
 
-def untold(basis: Basis, sizes: Sequence[Mapping[str, int]], design: NDArray[np.float64]) -> tuple[Untold, ...]:
+def untold(
+    basis: Basis, sizes: Sequence[Mapping[str, int]], design: NDArray[np.float64], coefficients: NDArray[np.float64]
+) -> tuple[Untold, ...]:
     """Those that a basis lacks: the next power of each length, of images products of two sides; and with the batch.
 
     Args:
         basis: What describes the sizes.
         sizes: Those seen.
         design: Their features, shape (sizes, features).
+        coefficients: What of each feature is in each column, shape (features, columns). What hardly any is in is as
+            good as lacking: where a square came out as none of three lengths, these have told that they lie on a line.
     """
-    if len(design) < design.shape[1]:
+    if len(design) < design.shape[1] or not coefficients.size:
         return ()
-    lacking = [*_powers(basis), *(_products(basis) if may_be_surfaces(sizes) else ())]
+    amounts = np.abs(coefficients).max(axis=1)
+    counts = amounts > _SAME * amounts.max()
+    lacking = [*_powers(basis, np.flatnonzero(counts)), *(_products(basis) if may_be_surfaces(sizes) else ())]
     if "batch" in basis.dims:
         lacking += [replace(each, monomials=(_with_batch(basis.dims, each.monomials[0]),)) for each in lacking]
     columns = np.hstack([each.design(sizes) for each in lacking]) if lacking else np.empty((len(design), 0))
-    weights = np.linalg.lstsq(design, columns, rcond=None)[0].astype(np.float64)
+    weights = np.zeros((design.shape[1], len(lacking)))
+    weights[counts] = np.linalg.lstsq(design[:, counts], columns, rcond=None)[0]
     follow = np.abs(design @ weights - columns).max(axis=0, initial=0.0) < _SAME / 1000
     return tuple(Untold(each, weights[:, i]) for i, each in enumerate(lacking) if follow[i])
 
 
-def _powers(basis: Basis) -> Iterator[Basis]:
+def _powers(basis: Basis, rows: Iterable[int]) -> Iterator[Basis]:
     """The power after the highest: with as few values as a polynomial has coefficients, it describes anything."""
     for i, name in enumerate(basis.dims):
         if name != "batch":
-            power, row = max((powers[i], row) for row, powers in enumerate(basis.monomials))
+            power, row = max(((basis.monomials[row][i], row) for row in rows), default=(0, 0))
             grain = tuple(basis.granules[row][i] if j == i else 1 for j in range(len(basis.dims)))
             yield _alone(basis, monomial(basis.dims, *[i] * (power + 1)), grain)
 
