@@ -273,7 +273,7 @@ class _Calls:
             if not ran:  # torch before 2.13 makes one to hold what the region is given
                 session.own_nodes += torch._C._autograd._get_sequence_nr() - began
                 ran = True
-                with nullcontext() if recorder is None else state.watched():
+                with nullcontext() if recorder is None or self._compiled else state.watched():
                     return original(*inner_args, **inner_kwargs)
             session.latest = name
             # A backward in the midst of the forward: what is counted there is counted in its thread.

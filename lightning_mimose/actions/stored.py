@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_mimose.actions.parametrized import cached_in
 from lightning_mimose.errors import RecomputeError
-from lightning_mimose.parts import leaves_in
 
 LATEST = ""
 """Stands for the unit that was recomputed last."""
@@ -25,7 +24,7 @@ OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 TRIES = 8
 """Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
 _LONGEST = 1000
-"""Items of a container in which activations are looked for."""
+"""Items in which activations are looked for, in one attribute."""
 
 
 class _Lost(torch.Tensor):
@@ -55,14 +54,20 @@ def left_in(modules: Sequence[nn.Module]) -> dict[Place, list[torch.Tensor]]:
 
 
 def _activations_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (list, tuple, dict, deque)):
-        leaves = leaves_in(value) if len(value) <= _LONGEST else []
-        return [leaf for leaf in leaves if is_activation(leaf) and type(leaf) is not _Lost]
-    return [value] if is_activation(value) and type(value) is not _Lost else []
+    found: list[torch.Tensor] = []
+    waiting, looked_at = [value], 0  # containers may hold themselves
+    while waiting and looked_at <= _LONGEST:
+        each, looked_at = waiting.pop(), looked_at + 1
+        if isinstance(each, (list, tuple, dict, deque)):
+            if len(each) <= _LONGEST:
+                waiting += reversed([*each.values()] if isinstance(each, dict) else [*each])
+        elif is_activation(each) and type(each) is not _Lost:
+            found.append(each)
+    return found
 
 
 def hollow(value: Any) -> Any:
-    """The same container with none of the activations in it, but `lost` ones; None if it is none, or holds none.
+    """The same container with none of the activations right in it, but `lost` ones; None if it holds none.
 
     Example:
         >>> features = [1, torch.ones(2, requires_grad=True)]

@@ -168,16 +168,17 @@ class Inlets:
         if told_better and self.rise("what the model is given tells more of steps than their batches do"):
             self._risen = None  # sizes are not read again where they were before that
 
-    def rise(self, why: str, *, with_batch: bool = False) -> bool:
+    def rise(self, why: str, *, with_batch: bool | None = None) -> bool:
         """Read sizes further inside from the next step on; returns whether that is possible.
 
         Args:
             why: For the log.
-            with_batch: Whether what the batch tells itself stays part of them.
+            with_batch: Whether what the batch tells itself is part of them; None for as it was.
         """
         if self._fixed or self._next or (self._tracker.level and self._at_unit):
             return False
-        self._next = Place(self._tracker.level + 1, with_batch=with_batch or self._tracker.with_batch)
+        with_batch = self._tracker.with_batch if with_batch is None else with_batch
+        self._next = Place(self._tracker.level + 1, with_batch=with_batch)
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
         return True
 
@@ -259,8 +260,10 @@ class Inlets:
         if self._waits:
             self._passed += 1
             if self._passed < self._tracker.level:
+                self._pass(leaves)
                 return False
             if self._tells_nothing(leaves):
+                self._pass(leaves)
                 self._tracker.restart(self._tracker.level + 1, with_batch=True)
                 return False
             self._settle(leaves)
@@ -268,8 +271,13 @@ class Inlets:
             self._enter(name, leaves)
         return True
 
+    def _pass(self, leaves: Sequence[Leaf]) -> None:
+        """What a call tells further outside than sizes are read stays part of them, as what the batch tells does."""
+        if self._tracker.with_batch and len(leaves) <= FEW_LEAVES:
+            self._of_batch += [(f"{self._passed}.call.{path}", shape) for path, shape in leaves]
+
     def _tells_nothing(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether what the model is called with is what the batch has told, which was too little for the first unit."""
+        """Whether what the model is called with is what the batch has told, in the first step that is read here."""
         if not self._tracker.with_batch or self._tracker.names or self._risen is not None:
             return False
         return set(map(_shape, leaves)) <= set(map(_shape, self._of_batch))

@@ -334,5 +334,5 @@ class Lessons:
 
     def _made_state(self, step: Step) -> bool:
         """Whether something has come in a step's midst that stays: the optimizer's state, larger buffers."""
-        self._ledger.count_buffers()
-        return self._ledger.lasting_bytes() > step.own_lasting_bytes
+        swung_bytes = self._ledger.swung_bytes()
+        return self._ledger.lasting_bytes() - swung_bytes > step.own_lasting_bytes

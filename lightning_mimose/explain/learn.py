@@ -225,8 +225,9 @@ class _Student:
 def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[int]:
     """Smaller values of a dimension to learn at: up to half of the largest (of a small batch, up to three).
 
-    Divisibility by powers of two up to 32 is kept where there is room for five values: images go through halvings. Where
-    smaller batches take other kernels they teach nothing: then it is up to three quarters of the batch, or all of it.
+    Divisibility by powers of two up to 32 is kept where there is room for five values: images go through halvings.
+    Where smaller batches take other kernels they teach nothing: then it is up to three quarters of it, or the batch
+    itself.
 
     Args:
         name: The dimension.

@@ -271,15 +271,27 @@ class ResidentLedger:
         self._tables = [table for module, table in tables if table or not type(module).__module__.startswith("torch.")]
         self._buffers: list[weakref.ref[torch.Tensor]] = []
         self._fixed_bytes = storage_bytes(self._tensors) + self.bucket_bytes
-        self.count_buffers()
+        self._began_bytes = self._most_bytes = 0
+        """Of these, at the beginning of a step; and the most there were at its end."""
+        self._count_buffers()
         self._sizes = [held_bytes(p) for p in parameters]
         self.trained = None  # of other parameters
         self._present, self._absent = (), ()
         self.count_gradients()
 
-    def count_buffers(self) -> None:
+    def swung_bytes(self) -> int:
+        """By how much buffers are larger than when the step began, if they once were as large.
+
+        They go up and down with the sizes then (a mask that every forward makes anew), and none has come to stay.
+        """
+        self._count_buffers()
+        before, self._most_bytes = self._most_bytes, max(self._most_bytes, self._fixed_bytes)
+        return self._fixed_bytes - self._began_bytes if self._fixed_bytes <= before else 0
+
+    def _count_buffers(self) -> None:
         """Look at the buffers: forwards may set others (a table of positions or a bias for longer texts)."""
-        now = [buffer for table in self._tables if table for buffer in table.values() if buffer is not None]
+        every = (buffer for table in self._tables if table for buffer in table.values())
+        now = [buffer for buffer in every if buffer is not None and buffer.is_leaf]  # others are activations
         if len(now) != len(self._buffers) or any(map(is_not, now, [ref() for ref in self._buffers])):
             self._buffers = [*map(weakref.ref, now)]  # those that are replaced are to go
             self._fixed_bytes = storage_bytes([*self._tensors, *now]) + self.bucket_bytes
@@ -321,7 +333,8 @@ class ResidentLedger:
 
     def count_gradients(self) -> None:
         """Look at the gradients, once per step: layers may be frozen or unfrozen at any time; and at the buffers."""
-        self.count_buffers()
+        self._count_buffers()
+        self._began_bytes = self._fixed_bytes
         self._count()
         if self._unwatched is None:
             among = set(map(id, optimized(*self._optimizers)))
