@@ -258,7 +258,7 @@ class _Calls:
                     self._sites, state.buffers(), leaves, state.parameters(), partial(session.comparisons.missing, name)
                 )
             lent = [] if setting is None else setting.lent()
-            observer = region = recorder.region(name, args, kwargs, survey, lent)
+            observer = region = recorder.region(name, args, kwargs, survey, lent, state.stashed_bytes())
         elif lean and name not in session.untried and self._may_be_lean():
             observer = LeanRegion(self._sites, INSIDE, state.parameters, state.buffers(), self._findings.learn_from)
         if recorder is not None:

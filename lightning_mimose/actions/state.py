@@ -135,12 +135,13 @@ class WrittenState:
         """Bytes of what `before_forward` copies once it is known what forwards write; 0 until then."""
         mode = self._mode_now()
         known = self._written.get(mode)
-        if known is None:
-            return 0
-        values = [value_at(ref(), name) for ref, name in known if ref is not None]
+        return 0 if known is None else self.stashed_bytes() + self._late(mode, known).copied_bytes()
+
+    def stashed_bytes(self) -> int:
+        """Those of them that are kept for a recomputation."""
+        values = [value_at(ref(), name) for ref, name in self._written.get(self._mode_now(), []) if ref is not None]
         written = [value for value in values if isinstance(value, torch.Tensor) and not is_activation(value)]
-        written_bytes = sum(part.nbytes for value in written for part in plain_parts(value))
-        return written_bytes + self._late(mode, known).copied_bytes()
+        return sum(part.nbytes for value in written for part in plain_parts(value))
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.

@@ -320,6 +320,7 @@ class StepRecorder:
         kwargs: dict[str, Any],
         survey: Survey | None = None,
         lent: Sequence[torch.Tensor] = (),
+        stashed_bytes: int = 0,
     ) -> Region:
         """Begin a recomputed call in forward; the region observes its runs.
 
@@ -329,8 +330,10 @@ class StepRecorder:
             kwargs: Its keyword arguments.
             survey: Looks at what it saves.
             lent: What its graph holds besides them.
+            stashed_bytes: What is copied for its recomputation, of what its forward writes.
         """
         call = self.enter(unit, RECOMPUTE, args, kwargs)
+        call.stashed_bytes = stashed_bytes
         call.lent = self._storages.bytes_in(lent)
         call.inputs.update(call.lent)
         region = Region(self, call, survey)

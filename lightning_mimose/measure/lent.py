@@ -15,8 +15,9 @@ class SavedBy(NamedTuple):
     """What recomputing a call would free.
 
     Attributes:
-        nbytes: Of the storages that only it saves, less the random state that it would hold; negative where it saves
-            next to nothing: cut off at zero, it would follow no polynomial in sizes on both sides of that.
+        nbytes: Of the storages that only it saves, less the random state and copies of other state that it would hold;
+            negative where it saves next to nothing: cut off at zero, it would follow no polynomial in sizes on both
+            sides of that.
         only: Storage id -> bytes of these.
         storages: Storage id -> bytes of all that it saves.
         held: Storages that somebody else holds.

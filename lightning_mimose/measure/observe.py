@@ -86,7 +86,7 @@ def observe(
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
-    dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks), state_bytes)
+    dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
     kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
     ending = [lends[id(call)] for call in regions]
     pieces = pieces_beside(trace, ending)
@@ -167,9 +167,7 @@ def observe(
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     leanly = grades.index(GRADE_INSIDE) if GRADE_INSIDE in grades else -1
     again_of = defaultdict[int, list[tuple[int, int]]](list)
-    own_dropped = {
-        id(call): _dropped_per_interval([call], by_call, lends, len(trace.marks), state_bytes) for call in surveyed
-    }
+    own_dropped = {id(call): _dropped_per_interval([call], by_call, lends, len(trace.marks)) for call in surveyed}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
     for index, mark in enumerate(trace.marks):
         owner = trace.by_key.get(mark.owner) if mark.owner != "step" else None
@@ -178,7 +176,8 @@ def observe(
         reached = moved(tops[index], dropped[index])
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
-            reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes,),)
+            stashed = state_bytes + (0 if owner is None else owner.stashed_bytes)
+            reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - stashed,),)
         elif owner is not None and mark.name in ("in", "out"):
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):
@@ -347,18 +346,22 @@ def _saved_by(
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
         found[id(call)] = SavedBy(
-            sum(only.values()) - state_bytes, only, mine, held, tuple(c for c in inside if c is not call)
+            sum(only.values()) - state_bytes - call.stashed_bytes,
+            only,
+            mine,
+            held,
+            tuple(c for c in inside if c is not call),
         )
     return found
 
 
 def _dropped_per_interval(
-    regions: list[Call], by_call: dict[int, SavedBy], lends: dict[int, Lent], count: int, state_bytes: int
+    regions: list[Call], by_call: dict[int, SavedBy], lends: dict[int, Lent], count: int
 ) -> NDArray[np.int64]:
     """Bytes that would be alive besides at each mark had every region been kept; less, where they save next to none."""
     dropped = np.zeros(count, dtype=np.int64)
     for call in regions:
         out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
-        dropped[out:end] += sum(by_call[id(call)].only.values()) - state_bytes
+        dropped[out:end] += by_call[id(call)].nbytes
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
     return dropped

@@ -291,7 +291,7 @@ class ResidentLedger:
     def _count_buffers(self) -> None:
         """Look at the buffers: forwards may set others (a table of positions or a bias for longer texts)."""
         every = (buffer for table in self._tables if table for buffer in table.values())
-        now = [buffer for buffer in every if buffer is not None and buffer.is_leaf]  # others are activations
+        now = [buffer for buffer in every if buffer is not None]
         if len(now) != len(self._buffers) or any(map(is_not, now, [ref() for ref in self._buffers])):
             self._buffers = [*map(weakref.ref, now)]  # those that are replaced are to go
             self._fixed_bytes = storage_bytes([*self._tensors, *now]) + self.bucket_bytes
