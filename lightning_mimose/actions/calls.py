@@ -159,7 +159,13 @@ class _Calls:
             return self._original(*args, **kwargs)
         state = self._state
         return recorder.run_kept(
-            self._name, self._original, args, kwargs, state.copied_bytes, lambda: left_in(state.modules())
+            self._name,
+            self._original,
+            args,
+            kwargs,
+            state.copied_bytes,
+            lambda: left_in(state.modules()),
+            state.stashed_bytes,
         )
 
     def _split(self, chunks: int, flat: tuple[list[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

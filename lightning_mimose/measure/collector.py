@@ -199,6 +199,7 @@ class StepRecorder:
         kwargs: dict[str, Any],
         copied_bytes: Callable[[], int] = int,
         left: Callable[[], Left] = dict,
+        stashed_bytes: Callable[[], int] = int,
     ) -> Any:
         """Run a call that is kept, or that is nested in a region.
 
@@ -209,11 +210,12 @@ class StepRecorder:
             kwargs: Its keyword arguments.
             copied_bytes: Tells what would be copied for its forward were it recomputed itself.
             left: Tells which activations it has left in attributes.
+            stashed_bytes: Tells what of those copies would be kept for its recomputation.
         """
         if self.replays.running:
             return self.replays.run_inside(unit, original, args, kwargs, left)
         call = self.enter(unit, "keep", args, kwargs)
-        call.copied_bytes = copied_bytes()
+        call.copied_bytes, call.stashed_bytes = copied_bytes(), stashed_bytes()
         try:
             out = original(*args, **kwargs)
         finally:

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from lightning_mimose import MimoseCallback
 from lightning_mimose.measure.resident import probe_optimizer
+from lightning_mimose.predict.timeline import Timeline
+from tests.helpers.architectures import equal, train
 from tests.helpers.fits import Fit, run, same
 from tests.helpers.models import Batch, Task, TinyText, text_batch
 
@@ -203,6 +205,45 @@ def test_what_is_copied_for_a_recomputation_is_not_counted_where_a_unit_is_kept(
     assert len(planned) >= len(callback.records) // 2
     assert max(fit.peaks) <= budget
     assert all(record.predicted_peak_bytes == pytest.approx(peak, rel=0.01) for record, peak in planned)
+
+
+class Around(nn.Module):
+    """Has one as its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.moving, self.dropout = nn.LayerNorm(48), Moving(True), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        return x + self.dropout(self.moving(self.norm(x)))
+
+
+def _squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def _around() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Around() for _ in range(4)))
+
+
+@pytest.mark.parametrize("units", [(), ("0", "2"), ("0.moving", "1.moving", "2.moving")])
+def test_copies_count_for_blocks_and_for_their_parts(units: tuple[str, ...]) -> None:
+    """Each where it runs again by itself."""
+
+    def plan(timeline: Timeline, _: int) -> dict[str, str]:
+        return {unit: "recompute" for unit in units if (unit, "recompute") in timeline.option_index}
+
+    batches = [torch.randn(4, 24 + 8 * (step * 5 % 7), 48) for step in range(12)]
+    plain = train(_around, batches, None, _squares)
+    done = train(_around, batches, "1GB", _squares, planner=plan)
+    assert equal(done, plain)
+    assert done.mimose is not None
+    rows = [(row, peak) for row, peak in zip(done.mimose.records, done.peaks, strict=True) if not row.sheltered]
+    assert [row.recomputed_units for row, _ in rows][-6:] == [len(units)] * 6
+    assert all(row.predicted_peak_bytes == pytest.approx(peak, rel=0.01) for row, peak in rows)
 
 
 class Averaging(torch.optim.SGD):
