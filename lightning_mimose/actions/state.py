@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from lightning_mimose.actions.contents import is_readable
 from lightning_mimose.actions.copies import (
     Entry,
     Place,
@@ -33,7 +34,6 @@ from lightning_mimose.actions.late import LateWrites, Look
 from lightning_mimose.actions.setting import Settings
 from lightning_mimose.actions.stored import Replaced, hollow, is_activation, lost
 from lightning_mimose.errors import MimoseError
-from lightning_mimose.parts import plain_parts
 
 _HOST = torch.device("cpu")
 
@@ -140,8 +140,8 @@ class WrittenState:
     def stashed_bytes(self) -> int:
         """Those of them that are kept for a recomputation."""
         values = [value_at(ref(), name) for ref, name in self._written.get(self._mode_now(), []) if ref is not None]
-        written = [value for value in values if isinstance(value, torch.Tensor) and not is_activation(value)]
-        return sum(part.nbytes for value in written for part in plain_parts(value))
+        written = (value for value in values if isinstance(value, torch.Tensor) and not is_activation(value))
+        return sum(value.nbytes for value in written if is_readable(value))
 
     def after_forward(self, before: Saved) -> Saved:
         """Learn what was written; returns its copies from before the forward.

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_mimose.actions.parametrized import cached_in
 from lightning_mimose.errors import RecomputeError
+from lightning_mimose.parts import leaves_in
 
 LATEST = ""
 """Stands for the unit that was recomputed last."""
@@ -23,8 +24,9 @@ OWN = frozenset(vars(nn.Module())) | {"forward", "_mimose_original_forward"}
 """What every module has for torch's own purposes, and what patching adds."""
 TRIES = 8
 """Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
-_LONGEST = 1000
+_MOST = 10_000
 """Items in which activations are looked for, in one attribute."""
+_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 class _Lost(torch.Tensor):
@@ -55,26 +57,31 @@ def left_in(modules: Sequence[nn.Module]) -> dict[Place, list[torch.Tensor]]:
 
 def _activations_in(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    waiting, looked_at = [value], 0  # containers may hold themselves
-    while waiting and looked_at <= _LONGEST:
+    waiting, known, looked_at = [value], set[int](), 0
+    while waiting and looked_at <= _MOST:
         each, looked_at = waiting.pop(), looked_at + 1
         if isinstance(each, (list, tuple, dict, deque)):
-            if len(each) <= _LONGEST:
+            if id(each) not in known and len(each) <= _MOST:  # it may hold itself
+                known.add(id(each))
                 waiting += reversed([*each.values()] if isinstance(each, dict) else [*each])
+        elif each is not value and type(each) not in _PLAIN and not isinstance(each, torch.Tensor):
+            found += [leaf for leaf in leaves_in(each) if is_activation(leaf) and type(leaf) is not _Lost]
         elif is_activation(each) and type(each) is not _Lost:
             found.append(each)
     return found
 
 
 def hollow(value: Any) -> Any:
-    """The same container with none of the activations right in it, but `lost` ones; None if it holds none.
+    """The same container with none of the activations right in it, but `lost` ones; None if it is none, or has none.
 
     Example:
         >>> features = [1, torch.ones(2, requires_grad=True)]
         >>> hollow(features)[0], hollow(features)[1] is features[1], hollow([1, 2])
         (1, False, None)
     """
-    if type(value) not in (list, tuple, dict, deque) or not _activations_in(value):
+    if type(value) not in (list, tuple, dict, deque) or len(value) > _MOST:
+        return None
+    if not any(map(is_activation, value.values() if isinstance(value, dict) else value)):
         return None
     if isinstance(value, dict):
         return {key: _hollowed(item) for key, item in value.items()}

@@ -46,12 +46,12 @@ from torch.utils._pytree import tree_leaves
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 
-def _tensors(tree: object, inside: int = 2) -> Iterator[torch.Tensor]:
+def _tensors(tree: object, inside: bool = True) -> Iterator[torch.Tensor]:
     """Every tensor in nested containers, mappings that pytree does not know (`BatchEncoding`) included.
 
     Args:
         tree: What they are in.
-        inside: How many objects deep attributes are looked at (those of a dataclass, of a graph).
+        inside: Whether attributes of objects are looked at (those of a dataclass, of a graph), but not of theirs.
     """
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -59,7 +59,8 @@ def _tensors(tree: object, inside: int = 2) -> Iterator[torch.Tensor]:
         elif isinstance(leaf, Mapping):
             yield from _tensors(dict(leaf), inside)
         elif inside and not isinstance(leaf, (type, torch.nn.Module)):
-            yield from _tensors([*getattr(leaf, "__dict__", {}).values()], inside - 1)
+            named = {name: getattr(leaf, name, None) for name in getattr(leaf, "__dataclass_fields__", ())}
+            yield from _tensors({**getattr(leaf, "__dict__", {}), **named}, inside=False)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -58,7 +58,7 @@ class Refuser:
         if least_bytes <= budget or not self._raises:
             return None
         why = f"the optimizer's update alone needs {format_bytes(least_bytes)} ({parts}), before any activation"
-        instead = "use an optimizer with less state (smaller batches do not help)"
+        instead = "train fewer parameters, or use an optimizer with less state"
         return infeasible_error(budget, lasting_bytes + gradient_bytes, least_bytes, why, instead)
 
     def by_prediction(self, size: BatchSize, resident: Resident) -> None:

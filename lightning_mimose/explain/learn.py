@@ -223,11 +223,11 @@ class _Student:
 
 
 def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[int]:
-    """Smaller values of a dimension to learn at: up to half of the largest (of a small batch, up to three).
+    """Smaller values of a dimension to learn at: up to half of the largest, further where these are fewer than five.
 
-    Divisibility by powers of two up to 32 is kept where there is room for five values: images go through halvings.
-    Where smaller batches take other kernels they teach nothing: then it is up to three quarters of it, or the batch
-    itself.
+    Of a small batch, up to three. Divisibility by powers of two up to 32 is kept where there is room: images go through
+    halvings. Where smaller batches take other kernels they teach nothing: then it is up to three quarters of the batch,
+    or the batch itself.
 
     Args:
         name: The dimension.
@@ -236,7 +236,7 @@ def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[
 
     Example:
         >>> scaled("input_ids:1", [512]), scaled("input_ids:1", [64]), scaled("batch", [8])
-        ([96, 128, 160, 192, 224, 256], [12, 16, 20, 24, 28, 32], [2, 3, 4])
+        ([96, 128, 160, 192, 224, 256], [16, 24, 32, 40, 48], [2, 3, 4])
         >>> scaled("pixel_values:2", [224]), scaled("batch", [1]), scaled("batch", [32], turns=[2, 16])
         ([48, 64, 80, 96, 112], [1], [16, 20, 24])
     """
@@ -244,14 +244,13 @@ def scaled(name: str, values: Sequence[int], turns: Sequence[int] = ()) -> list[
     if name == "batch":
         sides = {with_side(name, value, turns)[1].start: value for value in sorted(values)}
         return sorted(set[int]().union(*(_smaller_batches(side, value) for side, value in sides.items())))
-    found, step = _multiples(largest, 1), 2
-    while step <= 32 and largest % step == 0 and len(among := _multiples(largest, step)) >= _FEWEST:
-        found, step = among, 2 * step
+    step = 1
+    while step < 32 and largest % (2 * step) == 0 and 16 * step <= largest:
+        step *= 2
+    found = sorted({min(largest, step * ceil(largest * share / step)) for share in _FRACTIONS})
+    while len(found) < _FEWEST and found[-1] + step <= largest:
+        found.append(found[-1] + step)
     return found
-
-
-def _multiples(largest: int, step: int) -> list[int]:
-    return sorted({min(largest, step * ceil(largest * share / step)) for share in _FRACTIONS})
 
 
 def _smaller_batches(least: int, largest: int) -> set[int]:

@@ -87,7 +87,7 @@ def observe(
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
     dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
-    kept = {index: peak for call in without for index, peak in peaks_kept(trace, call).items()}
+    kept = {i: peak - call.stashed_bytes for call in without for i, peak in peaks_kept(trace, call).items()}
     ending = [lends[id(call)] for call in regions]
     pieces = pieces_beside(trace, ending)
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
@@ -176,8 +176,7 @@ def observe(
         reached = moved(tops[index], dropped[index])
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
-            stashed = state_bytes + (0 if owner is None else owner.stashed_bytes)
-            reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - stashed,),)
+            reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes,),)
         elif owner is not None and mark.name in ("in", "out"):
             region = region_of[id(owner)]
             if region is not None and "again" in region.marks and not (owner is region and mark.name == "out"):

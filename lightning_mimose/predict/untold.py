@@ -56,8 +56,8 @@ def untold(
     """
     if len(design) < design.shape[1] or not coefficients.size:
         return ()
-    amounts = np.abs(coefficients).max(axis=1)
-    counts = amounts > _SAME * amounts.max()
+    amounts = np.abs(coefficients)  # of each column for itself: there are more operations than bytes
+    counts = (amounts > _SAME * amounts.max(axis=0)).any(axis=1)
     lacking = [*_powers(basis, np.flatnonzero(counts)), *(_products(basis) if may_be_surfaces(sizes) else ())]
     if "batch" in basis.dims:
         lacking += [replace(each, monomials=(_with_batch(basis.dims, each.monomials[0]),)) for each in lacking]

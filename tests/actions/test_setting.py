@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_mimose.actions.setting import Settings
+from tests.helpers.architectures import recompute_all
 from tests.helpers.loops import train
 
 ROWS = (96, 64, 128, 80, 112, 96, 64, 72)
@@ -191,7 +192,8 @@ def trained(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], actions:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(4)])
     batches = [torch.randn(rows, 16) for rows in ROWS]
-    records = train(model, batches, loss_fn, planned=bool(actions), lr=0.05, actions=actions)
+    forced = {"planner": recompute_all} if actions else {}
+    records = train(model, batches, loss_fn, planned=bool(actions), lr=0.05, actions=actions, **forced)
     refused = loss_fn in (modes, handed, written_buffers, written_attributes)
     assert not actions or refused or records[-1].recomputed_units == 4
     return [*model.parameters(), *[torch.tensor(block.calls) for block in _blocks(model)]]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mimose import Mimose, MimoseError
 from lightning_mimose.command import main
-from lightning_mimose.explain.learn import learn
+from lightning_mimose.explain.learn import learn, scaled
 from lightning_mimose.explain.samples import batch_maker, build, load, stretch
 from tests.helpers.models import Points, TinyText, text_batch
 from tests.helpers.projects import write_project
@@ -127,6 +127,13 @@ def test_the_answer_is_what_training_then_measures(project: str, capsys: pytest.
             mimose.step(batch)
     with pytest.raises(MimoseError), Mimose(model, budget=int(0.97 * smallest), optimizer=optimizer) as mimose:
         mimose.step(batch)
+
+
+def test_sides_that_halvings_divide_stay_divisible() -> None:
+    """A U-Net of 64 pixels with three halvings takes multiples of 8 alone."""
+    assert scaled("pixel_values:2", [64]) == [16, 24, 32, 40, 48]
+    assert all(side % 16 == 0 and 256 / 6 < side <= 192 for side in scaled("pixel_values:2", [256]))
+    assert len(scaled("input_ids:1", [256])) >= 5
 
 
 def test_less_memory_costs_more(project: str, capsys: pytest.CaptureFixture[str]) -> None:
