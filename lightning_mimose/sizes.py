@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -64,6 +64,20 @@ UNSIZED = BatchSize(())
 """Stands for the size of a batch that is not known yet."""
 
 
+class Place(NamedTuple):
+    """Where sizes are read, see `engine.inlets`.
+
+    Attributes:
+        level: How far inside the model, 0 for the batch itself.
+        entries: Whether several calls of the model make a size.
+        with_batch: Whether what the batch itself tells is part of sizes that are read further inside.
+    """
+
+    level: int
+    entries: bool = False
+    with_batch: bool = False
+
+
 class SizeTracker:
     """Reads the size of every batch and learns which dimensions matter.
 
@@ -92,14 +106,9 @@ class SizeTracker:
         """
         check_size_fn(size_fn)
         self.size_fn = size_fn
-        self.level = 0
-        """How far inside the model sizes are read, 0 for the batch itself: see `engine.inlets`."""
-        self.entries = False
-        """Whether several calls of the model make a size, see there."""
-        self.with_batch = False
-        """Whether what the batch itself tells is part of sizes that are read further inside, see there."""
+        self.place = Place(0)
         self.ignored: set[str] = set()
-        """Modules whose inputs follow from no size, see there."""
+        """Modules whose inputs follow from no size, see `engine.inlets`."""
         self.labels = Labels()
         """What batches of the same dimensions are told apart by, if by anything."""
         self._kind: tuple[str, str] | None = None  # what sizes are read from: (kind, type of the first one)
@@ -107,6 +116,16 @@ class SizeTracker:
         self._index: dict[frozenset[str], int] = {}
         self._apart = False  # a layout was seen whose tensors do not share their leading axis
         self._by_shapes: dict[Any, BatchSize] = {}
+
+    @property
+    def level(self) -> int:
+        """How far inside the model sizes are read, 0 for the batch itself."""
+        return self.place.level
+
+    @property
+    def entries(self) -> bool:
+        """Whether several calls of the model make a size."""
+        return self.place.entries
 
     def observe(self, batch: Any) -> BatchSize:
         """The size of this batch, which is remembered.
@@ -230,9 +249,7 @@ class SizeTracker:
         layouts = [
             {"names": x.names, "low": x.low, "high": x.high, "groups": x.groups, "seen": x.seen} for x in self._layouts
         ]
-        read = {"level": self.level, "entries": self.entries, "ignored": sorted(self.ignored)}
-        read["with_batch"] = self.with_batch
-        read["labels"] = list(self.labels.told)
+        read = {**self.place._asdict(), "ignored": sorted(self.ignored), "labels": list(self.labels.told)}
         return copy.deepcopy({**read, "kind": self._kind, "layouts": layouts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -250,7 +267,7 @@ class SizeTracker:
 
     def restart(self, level: int, entries: bool = False, with_batch: bool = False) -> None:
         """Forget all sizes: from now on they are read elsewhere, and are not comparable."""
-        self.level, self.entries, self.with_batch, self._kind = level, entries, with_batch, None
+        self.place, self._kind = Place(level, entries, with_batch), None
         self._layouts, self._index, self._apart, self._by_shapes = [], {}, False, {}
 
     def _add(self, layout: Layout) -> int:

@@ -132,13 +132,13 @@ class WrittenState:
         return late
 
     def copied_bytes(self) -> int:
-        """Bytes of what `before_forward` copies once it is known what forwards write; 0 until then."""
+        """Bytes of what is copied for the forward alone, once it is known what forwards write; 0 until then."""
         mode = self._mode_now()
         known = self._written.get(mode)
-        return 0 if known is None else self.stashed_bytes() + self._late(mode, known).copied_bytes()
+        return 0 if known is None else self._late(mode, known).copied_bytes()
 
     def stashed_bytes(self) -> int:
-        """Those of them that are kept for a recomputation."""
+        """Bytes of what is copied for the recomputation, likewise."""
         values = [value_at(ref(), name) for ref, name in self._written.get(self._mode_now(), []) if ref is not None]
         written = (value for value in values if isinstance(value, torch.Tensor) and not is_activation(value))
         return sum(value.nbytes for value in written if is_readable(value))

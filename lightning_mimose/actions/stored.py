@@ -26,7 +26,6 @@ TRIES = 8
 """Calls in which it is looked at what a forward does with an activation that it finds: some reset their state first."""
 _MOST = 10_000
 """Items in which activations are looked for, in one attribute."""
-_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 class _Lost(torch.Tensor):
@@ -56,7 +55,7 @@ def left_in(modules: Sequence[nn.Module]) -> dict[Place, list[torch.Tensor]]:
 
 
 def _activations_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    leaves: list[Any] = []
     waiting, known, looked_at = [value], set[int](), 0
     while waiting and looked_at <= _MOST:
         each, looked_at = waiting.pop(), looked_at + 1
@@ -64,11 +63,9 @@ def _activations_in(value: Any) -> list[torch.Tensor]:
             if id(each) not in known and len(each) <= _MOST:  # it may hold itself
                 known.add(id(each))
                 waiting += reversed([*each.values()] if isinstance(each, dict) else [*each])
-        elif each is not value and type(each) not in _PLAIN and not isinstance(each, torch.Tensor):
-            found += [leaf for leaf in leaves_in(each) if is_activation(leaf) and type(leaf) is not _Lost]
-        elif is_activation(each) and type(each) is not _Lost:
-            found.append(each)
-    return found
+        else:  # of an object that is an attribute itself nothing is looked at
+            leaves += [each] if each is value else leaves_in(each)
+    return [leaf for leaf in leaves if is_activation(leaf) and type(leaf) is not _Lost]
 
 
 def hollow(value: Any) -> Any:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -50,21 +50,13 @@ from lightning_mimose.engine.gates import Gates
 from lightning_mimose.engine.inputs import Inputs
 from lightning_mimose.errors import SizeError
 from lightning_mimose.predict.estimator import Estimator
-from lightning_mimose.sizes import BatchSize
+from lightning_mimose.sizes import BatchSize, Place
 from lightning_mimose.units import Unit
 
 MOST_RISES = 2
 """How often sizes are read further inside for a unit that is not the step's first."""
 FEW_LEAVES = 4
 """Tensors in a batch that are part of sizes which are read further inside; of more, as in a detector's, none is."""
-
-
-class Place(NamedTuple):
-    """Where sizes are read: see `SizeTracker` for each."""
-
-    level: int
-    entries: bool = False
-    with_batch: bool = False
 
 
 class Sized(Protocol):
@@ -154,7 +146,7 @@ class Inlets:
                 "is called"
             )
         self._blind = not (self._tracker.names or has_tensors(batch))
-        self._of_batch = _few_leaves(batch) if self._tracker.with_batch else []
+        self._of_batch = _few_leaves(batch) if self._tracker.place.with_batch else []
         self._gates.attach(self)
         return None
 
@@ -177,8 +169,8 @@ class Inlets:
         """
         if self._fixed or self._next or (self._tracker.level and self._at_unit):
             return False
-        with_batch = self._tracker.with_batch if with_batch is None else with_batch
-        self._next = Place(self._tracker.level + 1, with_batch=with_batch)
+        here = self._tracker.place
+        self._next = Place(here.level + 1, with_batch=here.with_batch if with_batch is None else with_batch)
         self._advisor.announce(f"mimose: {why}: sizes are read further inside the model from now on")
         return True
 
@@ -273,12 +265,12 @@ class Inlets:
 
     def _pass(self, leaves: Sequence[Leaf]) -> None:
         """What a call tells further outside than sizes are read stays part of them, as what the batch tells does."""
-        if self._tracker.with_batch and len(leaves) <= FEW_LEAVES:
+        if self._tracker.place.with_batch and len(leaves) <= FEW_LEAVES:
             self._of_batch += [(f"{self._passed}.call.{path}", shape) for path, shape in leaves]
 
     def _tells_nothing(self, leaves: Sequence[Leaf]) -> bool:
         """Whether what the model is called with is what the batch has told, in the first step that is read here."""
-        if not self._tracker.with_batch or self._tracker.names or self._risen is not None:
+        if not self._tracker.place.with_batch or self._tracker.names or self._risen is not None:
             return False
         return set(map(_shape, leaves)) <= set(map(_shape, self._of_batch))
 
@@ -373,7 +365,7 @@ class Inlets:
             self._next = Place(tracker.level, entries=True)
             self._advisor.announce(f"mimose: {told}: all inputs of the model's calls are read from now on")
             return True
-        here = Place(tracker.level, tracker.entries, tracker.with_batch)
+        here = tracker.place
         if self._risen is None and self._rises < MOST_RISES and self.rise(told, with_batch=True):
             self._risen = here, around
             self._rises += 1

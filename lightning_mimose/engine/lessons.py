@@ -27,7 +27,7 @@ from lightning_mimose.measure.update import UpdateReserve
 from lightning_mimose.menu import GRADES
 from lightning_mimose.predict.resting import Resting
 from lightning_mimose.predict.rows import held_in_update
-from lightning_mimose.sizes import BatchSize
+from lightning_mimose.sizes import BatchSize, Place
 
 UNMEASURED_STEPS = 3
 """Steps in a row that could not be measured before the user is told."""
@@ -75,7 +75,7 @@ class Lessons:
         self._unmeasured = self._learnt = 0
         self._learnt_of: Counter[int] = Counter()
         """Layout of sizes -> steps of it that were learnt from since one was planned."""
-        self._read_at = 0, False
+        self._read_at = Place(0)
         self._resting = Resting()
         self.renews = False
         self.unlike = Unlike(advisor)
@@ -311,9 +311,8 @@ class Lessons:
             observation = observe(trace, step.batch_bytes, kept, GRADES)
             self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)
             self._advisor.hint("attention", attention_hint(self._model, observation.structure, observation.values))
-            read_at = self._advisor.tracker.level, self._advisor.tracker.entries
-            if read_at != self._read_at:
-                self._read_at, self._learnt = read_at, 0
+            if self._read_at != (place := self._advisor.tracker.place):
+                self._read_at, self._learnt = place, 0
                 self._learnt_of.clear()
             self._learnt += 1
             self._learnt_of[step.size.layout] += 1

@@ -45,7 +45,7 @@ class Call:
             returned, for nothing leads to it from the result (the choice that a router makes) -> the interval in which
             it went.
         idle: (that interval, storage id, bytes) of such a one, which nevertheless stays to the recomputation's end.
-        copied_bytes: Of the state that would be copied for its forward were it recomputed itself, if it was not.
+        copied_bytes: Of the state that would be copied for its forward alone were it recomputed itself, if it was not.
         stashed_bytes: Of what its forward writes, copied for its recomputation, or would be.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
         cached_until: The interval from which on it holds them no more.

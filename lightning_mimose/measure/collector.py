@@ -208,9 +208,9 @@ class StepRecorder:
             original: Its own forward.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            copied_bytes: Tells what would be copied for its forward were it recomputed itself.
+            copied_bytes: Tells what would be copied for its forward alone were it recomputed itself.
             left: Tells which activations it has left in attributes.
-            stashed_bytes: Tells what of those copies would be kept for its recomputation.
+            stashed_bytes: Tells what would be copied for its recomputation.
         """
         if self.replays.running:
             return self.replays.run_inside(unit, original, args, kwargs, left)

@@ -115,7 +115,7 @@ def observe(
             # The forward of a region keeps nothing; its recomputation keeps everything.
             inside = joined(tops[call.marks["in"] : call.marks["out"]])
             # Likewise, it would keep the random state of its forward from the start, and copies of what that may write.
-            stashed = 0 if call is region else state_bytes + call.copied_bytes
+            stashed = 0 if call is region else state_bytes + call.copied_bytes + call.stashed_bytes
             lean = columns.add_highest(inside, levels[call.marks["in"]] - stashed)
             first = region.marks["in"]
             since = 0 if again is None else levels[again] - levels[region.marks["again"]]

@@ -273,7 +273,6 @@ class ResidentLedger:
         self._fixed_bytes = storage_bytes(self._tensors) + self.bucket_bytes
         self._began_bytes = self._most_bytes = 0
         """Of these, at the beginning of a step; and the most there were at its end."""
-        self._count_buffers()
         self._sizes = [held_bytes(p) for p in parameters]
         self.trained = None  # of other parameters
         self._present, self._absent = (), ()

@@ -243,7 +243,7 @@ class Kinds:
         if len(self._counts) > 1:
             for kind in self._counts.values():
                 others = [size for other in self._counts.values() if other is not kind for size in other.sizes]
-                kind.is_apart = not kind.is_sure and are_separate(kind.sizes, others)
+                kind.is_apart = are_separate(kind.sizes, others)
 
     def foresee(self, step: int, place: int) -> int:
         """The kind of a step.
@@ -293,7 +293,7 @@ class Kinds:
             return Seen(None)  # its size has told so: what comes again is that
         was_foreseen = self._compare(kind, step, place)
         kind.times, kind.weight, self._times = kind.times + 1, kind.weight + 1, self._times + 1
-        if len(kind.sizes) < MOST_MIXED:
+        if len(kind.sizes) < MOST_MIXED and size not in kind.sizes:
             kind.sizes.add(size)
             self._hold_sizes_apart()
         # Of one size and two numbers neither goes by the size; or one of them goes by chance.
