@@ -18,7 +18,7 @@ from lightning_mimose.actions.copies import put_back
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.actions.stored import left_alone
+from lightning_mimose.actions.stored import held, left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 
@@ -118,8 +118,8 @@ class Divisible:
         cut = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves)
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
         generators = [torch.random.get_rng_state, *(lambda d=d: torch.cuda.get_rng_state(d) for d in devices)]
-        cached = cached_again(cached_in(self._state.modules))
-        with torch.random.fork_rng(devices=devices), running_again(), left_alone(self._state.modules()), cached:
+        modules, cached = self._state.modules(), cached_again(cached_in(self._state.modules))
+        with torch.random.fork_rng(devices=devices), running_again(), left_alone(modules), held(modules), cached:
             copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             drawn = [get() for get in generators]
             before = self._state.before_forward()

@@ -27,6 +27,7 @@ from lightning_mimose.actions.copies import (
     put_back,
     state_of,
 )
+from lightning_mimose.actions.stored import lost as gone
 
 FIRST_STEPS = 3
 """Steps in which everything is suspected, whatever is known about memory."""
@@ -197,7 +198,7 @@ class StepCopy:
         """Put everything back; False if a large tensor was written or replaced and nobody knew that steps do so."""
         self.learn()
         lost = [each for each in self._suspects if isinstance(each.content, int) and each.is_written()]
-        put_back(self._entries)
+        put_back(self._entries, gone())
         for each in self._suspects:
             each.put_back()
         if self._modules is not None:

@@ -100,6 +100,16 @@ def lost() -> torch.Tensor:
 
 
 @contextmanager
+def held(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep the activations that modules hold: copies of containers do not, and theirs are put back from these."""
+    keeping = left_in(modules)
+    try:
+        yield
+    finally:
+        keeping.clear()
+
+
+@contextmanager
 def left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Around a forward that is none of the step's, or runs again: activations are as they were, and none has come."""
     places = [inside for module in modules for inside in (vars(module), module._buffers)]

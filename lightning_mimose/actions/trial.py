@@ -26,7 +26,7 @@ from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.outside import iterator_in
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.actions.stored import left_alone
+from lightning_mimose.actions.stored import held, left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
@@ -277,6 +277,7 @@ class Candidate:
             stack.enter_context(cached_again(cached_in(lambda: modules)))
             stack.enter_context(_without_forward_hooks(modules))
             stack.enter_context(left_alone(modules))
+            stack.enter_context(held(modules))
             if lean is not None:
                 lean.hold(state.buffers(), copies)
                 stack.callback(lean.close)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_mimose.actions import step_state
 from lightning_mimose.actions.step_state import LARGE_BYTES, StepState
+from lightning_mimose.errors import RecomputeError
 from lightning_mimose.measure.meters.profiler import ProfilerMeter
 
 
@@ -178,3 +179,17 @@ def test_on_the_host_a_copy_is_no_tensor() -> None:
     meter.mark()
     assert meter.stop()[-1].level_bytes == 0
     assert kept.put_back()
+
+
+def test_a_place_in_a_list_is_there_again_though_what_was_in_it_is_gone() -> None:
+    """An activation of the step before, which the failed attempt had replaced: the next one puts its own there."""
+    model = Model()
+    model.seen = [torch.ones(2, requires_grad=True) * 2, 5]
+    state = StepState(lambda: list(model.modules()))
+    copy = state.copy(learning=True)
+    model.seen[0] = torch.zeros(2, requires_grad=True) * 3
+    assert copy.put_back()
+    assert len(model.seen) == 2
+    assert model.seen[1] == 5
+    with pytest.raises(RecomputeError, match="gone"):
+        model.seen[0] + 1

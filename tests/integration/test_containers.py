@@ -70,6 +70,45 @@ class Filled(Layer):
         return out
 
 
+class Placing(nn.Module):
+    """Puts an activation in the place of that of the step before, and computes otherwise for many samples."""
+
+    def __init__(self, heads: list[torch.Tensor], number: int) -> None:
+        super().__init__()
+        self.into, self.out, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.heads, self.number = heads, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        hidden = self.into(x).relu()
+        if len(x) > 4:
+            hidden = nn.functional.gelu(hidden)
+        x = x + self.out(hidden)
+        self.heads[self.number] = self.head(x)
+        return x
+
+
+class Supervised(nn.Module):
+    """A loss of what every layer has put aside, as MONAI's DynUNet has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [torch.rand(1)] * 4
+        self.blocks = nn.ModuleList(Placing(self.heads, number) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() + sum(head.square().mean() for head in self.heads)
+
+
+def supervised() -> Supervised:
+    """The same model each time."""
+    torch.manual_seed(1)
+    return Supervised()
+
+
 class Block(nn.Module):
     """Calls such a layer so many times."""
 
@@ -172,3 +211,16 @@ def test_budgets_hold_where_parts_are_called_twice(layer: type[Layer]) -> None:
     assert equal(done, plain)
     assert same_left(done, plain)
     assert max(done.peaks) <= budget
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_places_in_a_list_are_filled_in_each_step(share: float) -> None:
+    """What is tried beside a later step replaces what nobody else holds, and leaves the list as it was."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(n, 48, WIDTH, generator=generator) for n in (2, 3, 2, 8, 4, 6, 5, 7, 3, 8, 2, 6)]
+    plain = train(supervised, batches, None, loss_of)
+    budget = plain.budget(share)
+    done = train(supervised, batches, budget, loss_of)
+    assert equal(done, plain)
+    assert max(done.peaks) <= budget
+    assert all(map(torch.equal, done.model.heads, plain.model.heads))  # type: ignore[arg-type]
