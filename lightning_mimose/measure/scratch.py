@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from lightning_mimose.parts import storages_in
 
 TRIES = 3
-"""A kernel that needed no scratch in so many sizes is not asked again; convolutions always are, see `_many_kernels`."""
+"""A kernel that needed no scratch in so many sizes is not asked again; some always are, see `_many_kernels`."""
 
 _known: dict[Any, int] = {}
 _clean: dict[Any, int] = {}
@@ -39,7 +39,8 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> i
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     threads = torch.get_num_threads()
     kernel = (func, threads, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func):
+    reduced = any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors)
+    if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func, reduced):
         return 0
     if any(type(leaf) is torch.Generator for leaf in leaves):
         return 0
@@ -66,9 +67,13 @@ def _repeatable(func: Any) -> bool:
 
 
 @cache
-def _many_kernels(func: Any) -> bool:
-    """Whether another kernel runs for other channels, windows and strides, some with scratch and some without."""
-    return "convolution" in func._schema.name
+def _many_kernels(func: Any, reduced: bool) -> bool:
+    """Whether kernels with scratch run in some sizes, and ones without it in others.
+
+    Convolutions go by channels, windows and strides; products in reduced precision are oneDNN's but for the smallest.
+    """
+    name = func._schema.name
+    return "convolution" in name or (reduced and ("mm" in name or "linear" in name))
 
 
 def _describe(leaf: Any) -> Any:

@@ -220,6 +220,23 @@ def test_convolutions_without_scratch_say_nothing_of_others(monkeypatch: pytest.
     assert peak(DispatchMeter(), step) == peak(ProfilerMeter(), step)
 
 
+def test_small_products_without_scratch_say_nothing_of_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 oneDNN multiplies matrices, in memory of its own, but the smallest ones."""
+    monkeypatch.setattr(scratch, "_known", {})
+    monkeypatch.setattr(scratch, "_clean", {})
+
+    def taken(rows: int, width: int) -> int:
+        given = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(width, width, dtype=torch.bfloat16)
+        return scratch.scratch_bytes(torch.ops.aten.mm.default, given, {}, given)
+
+    alone = taken(128, 64)
+    scratch._known.clear()
+    scratch._clean.clear()
+    for rows in (1, 2, 3, 4, 5):
+        taken(rows, 4)
+    assert taken(128, 64) == alone
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_both_meters_agree_whatever_the_number_of_threads(threads: int) -> None:
     """A backward of wide convolutions sums up weights' gradients in as many buffers as it has threads."""
