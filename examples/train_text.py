@@ -31,7 +31,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from lightning_mimose import MimoseCallback
+from lightning_mimose import MimoseCallback, MimoseError
 from meter import MeterCallback, StepTimes
 
 VOCABULARY, MAX_TOKENS, BATCH_SIZE = 8192, 256, 4
@@ -132,6 +132,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="training steps per run")
     parser.add_argument("--plots", metavar="DIR", help="draw the report's plots here")
     args = parser.parse_args()
+    if args.budget:  # said now, not after the plain run
+        try:
+            MimoseCallback(budget=args.budget)
+        except MimoseError as error:
+            parser.error(str(error))
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning 2.6 with torch 2.13
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # six runs: not each one's greetings

@@ -263,8 +263,8 @@ def own(
         batches = tuple(loader_batches(model, steps))
         if not batches:
             raise MimoseError(
-                f"{type(model).__name__} has no train_dataloader() to take batches from. Name sizes: --size "
-                "NAME=N,..., once for each batch."
+                f"{type(model).__name__} has no train_dataloader() to take batches from, or it gives none. Name sizes: "
+                "--size NAME=N,..., once for each batch."
             )
     return Work(
         spec.rpartition(":")[2], f"{spec}, {len(batches)} batches", partial(copy.deepcopy, model), batches, _loss

@@ -13,7 +13,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_mimose.dims import raw_dims
 from lightning_mimose.errors import MimoseError
@@ -34,9 +38,9 @@ def load(spec: str) -> Any:
         'Mapping'
     """
     module_name, colon, path = spec.partition(":")
-    if not colon or not module_name or not path:
+    if not colon or not module_name or not path or "/" in module_name:
         raise MimoseError(
-            f"{spec!r} names nothing. Write package.module:Name, for example my_project.models:Classifier."
+            f"{spec!r} names nothing. Write package.module:Name, for example my_project.models:Classifier, and no path."
         )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -52,7 +56,8 @@ def load(spec: str) -> Any:
 def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     """The model that a class, a function or an instance stands for.
 
-    A model class of `transformers` is built from its configuration's defaults, `init` naming what differs.
+    A model class of `transformers` is built from its configuration's defaults, `init` naming what differs. A
+    LightningModule has configured its model, as in a Trainer.
 
     Args:
         spec: `package.module:attribute`.
@@ -71,6 +76,8 @@ def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     configuration = getattr(target, "config_class", None) if inspect.isclass(target) else None
     try:
         model = target(**init) if configuration is None else target(_complete(configuration(**init)))
+        if isinstance(model, LightningModule):
+            model.configure_model()
     except Exception as error:
         raise MimoseError(
             f"{spec!r} could not be built ({say(error)}). Give its arguments with --init name=value, or name a "
@@ -138,7 +145,7 @@ def _taken(model: Any) -> list[Any]:
 
 
 def loader_batches(model: Any, count: int) -> list[Any]:
-    """The first batches of a LightningModule's own `train_dataloader()`; none where it has no such method.
+    """The first batches of a LightningModule's own `train_dataloader()`, if it has one, as a Trainer would take them.
 
     Raises:
         MimoseError: The method failed.
@@ -151,7 +158,11 @@ def loader_batches(model: Any, count: int) -> list[Any]:
         return []
     try:
         model.prepare_data()
-        return list(islice(model.train_dataloader(), count))
+        model.setup("fit")
+        loaders = model.train_dataloader()
+        if isinstance(loaders, (list, tuple, dict)) and all(isinstance(e, DataLoader) for e in tree_leaves(loaders)):
+            return [batch for batch, _, _ in islice(CombinedLoader(loaders, "max_size_cycle"), count)]
+        return list(islice(loaders, count))
     except Exception as error:
         raise MimoseError(f"{type(model).__name__}.train_dataloader() gave no batch ({say(error)}).") from error
 

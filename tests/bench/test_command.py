@@ -42,6 +42,28 @@ class Lit(pl.LightningModule):
     def train_dataloader(self):
         return loader([text_batch(4, n) for n in (24, 40, 64, 32, 48)])
 
+class Whole(Lit):
+    """Makes its layers, data and loaders where Lightning asks for them."""
+
+    def __init__(self):
+        super().__init__(0)
+
+    def configure_model(self):
+        self.model = TinyText(4, 32)
+
+    def setup(self, stage):
+        self.texts = [text_batch(2, n) for n in (24, 40, 64, 32, 48)]
+
+    def training_step(self, batch, batch_idx):
+        return sum(super(Whole, self).training_step(each, batch_idx) for each in batch)
+
+    def train_dataloader(self):
+        return [loader(self.texts), loader(self.texts[:2])]
+
+class Empty(Lit):
+    def train_dataloader(self):
+        return loader([])
+
 class Text(TinyText):
     def make_batch(self, batch, tokens):
         return text_batch(batch, tokens)
@@ -88,6 +110,16 @@ def test_the_whole_benchmark_in_seconds(project: str, tmp_path: Path, capsys: py
     assert len(rows["ours"]["seconds"]) == len(rows["ours"]["peaks_bytes"]) == 2
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pictures == ["frontier-Lit.png", "peaks-Lit-0.6.png"]
+
+
+def test_a_module_is_set_up_as_lightning_does(project: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its hooks have run before batches are taken; of several loaders they are combined as in training."""
+    arguments = [f"{project}:Whole", "--steps", "3", "--repeats", "1", "--alternatives", "layers", "--json"]
+    assert main(["bench", *arguments]) == 0
+    (work,) = json.loads(capsys.readouterr().out)["works"]
+    assert "3 batches" in work["description"]
+    rows = {row["name"]: row for row in work["budgets"][0]["alternatives"]}
+    assert rows["layers"]["figures"]["bit_equal"]
 
 
 def test_one_batch_of_each_size(project: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +229,8 @@ def test_a_work_that_fails_leaves_the_others_running(
         (["--size", "batch=8"], "model of your own"),
         (["{project}:Text", "--work", "gpt2"], "Choose one"),
         (["{project}:Text"], "no train_dataloader"),
+        (["{project}:Empty"], "or it gives none"),
+        (["./{project}.py:Text"], "and no path"),
         (["{project}:Text", "--size", "batch"], "cannot be read"),
         (["{project}:Text", "--size", "batch=2,tokens=8", "--budget", "1KB"], "resident before a step begins"),
         (["{project}:Bad", "--size", "batch=2,tokens=8"], "of Bad failed: ValueError: wrong shape"),
