@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from math import comb
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ TIMED_STEPS = 20
 """Steps that are timed at first, of those that are not measured unit by unit."""
 VAIN_STEPS, MOST_DIMENSIONS, FEW_DIMENSIONS, MANY_LAYOUTS = 20, 5, 2, 3
 """Sheltered steps that were learnt from before sizes in more dimensions than these are read elsewhere, if they can; and
-twice as many before those in more than a few are, which plans may be made for unless a maximum of them decides."""
+before those in more than a few are, for which plans may be made unless a maximum of them decides, twice as many as a
+quadratic form of them has terms."""
+PLANNED_COUNTS = 3
+"""How many of these one makes up for that is planned: now and then one is, whose size had been measured."""
 SHELTERED_STEPS = 60
 """Sheltered steps that were learnt from before the user is told: far more than sizes in two dimensions take."""
 
@@ -74,7 +78,7 @@ class Lessons:
         """Whether updates evaluate the loss again."""
         self._unmeasured = self._learnt = 0
         self._learnt_of: Counter[int] = Counter()
-        """Layout of sizes -> steps of it that were learnt from since one was planned."""
+        """Layout of sizes -> steps of it that were learnt from, less those that the planned ones make up for."""
         self._read_at = Place(0)
         self._resting = Resting()
         self.renews = False
@@ -145,7 +149,7 @@ class Lessons:
         # Few of these, and not for there are that many (lists of another number of tensors each time).
         if self._learnt_of[size.layout] <= dims and len(self._learnt_of) < MANY_LAYOUTS:
             return False
-        return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and learnt >= 2 * VAIN_STEPS)
+        return dims > MOST_DIMENSIONS or (dims > FEW_DIMENSIONS and learnt >= 2 * comb(dims + 2, 2))
 
     def of_inputs(self, step: Step, fates: Mapping[frozenset[str], Sequence[str | None]]) -> bool:
         """Learn what became of the units' inputs in a planned step's forward; returns whether that was news."""
@@ -172,7 +176,8 @@ class Lessons:
             BudgetInfeasibleError: The step ran under the most saving plan and exceeded the budget.
         """
         if not step.is_untrusted:
-            self._learnt_of.pop(step.size.layout, None)
+            if self._learnt_of:
+                self._learnt_of -= Counter({step.size.layout: PLANNED_COUNTS})
             if self._learnt:
                 self._learnt = 0
                 self._advisor.hint("size", None)
