@@ -99,6 +99,7 @@ class Advisor(Student):
     def _advise(self, size: BatchSize, resident: Resident, batch_bytes: int) -> Advice:
         self.resident = resident.without(batch_bytes)
         self.estimator.resident_bytes = self.resident.total_bytes
+        self.estimator.adds_to_gradients = not resident.zeroes_gradients
         planned = size.rounded_up()
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:

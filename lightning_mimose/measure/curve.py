@@ -19,7 +19,7 @@ MOST_ENDS = 2
 """Intervals after one call that results end in: what the one before it has returned is let go of when it returns, as a
 rule, and what the last one has returned when its model does."""
 
-GradientBytes = Callable[[], tuple[int, int]]
+GradientBytes = Callable[[], tuple[int, int, int]]
 """Returns the bytes of gradients that exist: (older than this step, made in it)."""
 
 

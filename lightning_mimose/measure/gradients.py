@@ -34,6 +34,7 @@ class GradientLedger:
         self._new_bytes = self.aside_bytes = 0
         self._handles: dict[int, RemovableHandle] = {}
         self._counted: set[int] = set()
+        self._reached: dict[int, int] = {}
 
     @property
     def are_windows(self) -> bool:
@@ -41,11 +42,11 @@ class GradientLedger:
         parts = (part for p, _ in self._parameters if p.grad is not None for part in plain_parts(p.grad))
         return any(part.untyped_storage().nbytes() > part.nbytes for part in parts)
 
-    def __call__(self) -> tuple[int, int]:
-        """(bytes older than the step, bytes made in it)."""
+    def __call__(self) -> tuple[int, int, int]:
+        """(bytes older than the step, bytes made in it, bytes of older ones that backward has added to)."""
         if self._anytime:
             self.look()
-        return self._old_bytes + self.aside_bytes, self._new_bytes
+        return self._old_bytes + self.aside_bytes, self._new_bytes, sum(self._reached.values())
 
     def begin_backward(self) -> None:
         """Look at what there is, and count new gradients as they are made; once per backward pass of the step."""
@@ -75,11 +76,14 @@ class GradientLedger:
         if id(parameter) not in self._counted:
             self._counted.add(id(parameter))
             self._new_bytes += size
+            self._reached.pop(id(parameter), None)
 
     def _made(self, size: int) -> Callable[[torch.Tensor], None]:
         def made(parameter: torch.Tensor) -> None:
             if not self._is_old(parameter):
                 self._count(parameter, size)
+            else:
+                self._reached[id(parameter)] = size
 
         return made
 

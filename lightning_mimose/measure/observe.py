@@ -225,6 +225,7 @@ def observe(
                 entry=entry,
                 gradient_bytes=mark.new_gradient_bytes,
                 old_gradient_bytes=0 if old_gradient_bytes is None else mark.old_gradient_bytes,
+                reached_gradient_bytes=mark.reached_gradient_bytes,
             )
         )
     until_last = {

@@ -106,6 +106,8 @@ class Mark:
     name: str
     old_gradient_bytes: int
     new_gradient_bytes: int
+    reached_gradient_bytes: int = 0
+    """Of the older ones, those that backward has added to."""
 
 
 @dataclass(frozen=True)

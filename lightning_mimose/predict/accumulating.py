@@ -33,7 +33,7 @@ def either(structure: Structure, known: Iterable[Structure]) -> tuple[Structure,
     alike = [each for each in known if _kind(each) and each.path == structure.path and _without_gradients(each) == bare]
     if len({_kind(each) for each in (structure, *alike)}) == 1:
         return structure, []
-    made = (max(each) for each in zip(*(other.arrays[3].tolist() for other in (structure, *alike)), strict=True))
+    made = (max(each) for each in zip(*(other.due_gradients.tolist() for other in (structure, *alike)), strict=True))
     positions = tuple(replace(each, gradient_bytes=nbytes) for each, nbytes in zip(bare.positions, made, strict=True))
     return replace(structure, positions=positions, old_gradient_bytes=EITHER), alike
 
@@ -56,5 +56,7 @@ def _kind(structure: Structure) -> Literal["adds", "frees", "either"] | None:
 
 def _without_gradients(structure: Structure) -> Structure:
     """The same with no word of gradients."""
-    positions = (replace(each, gradient_bytes=0, old_gradient_bytes=0) for each in structure.positions)
+    positions = (
+        replace(each, gradient_bytes=0, old_gradient_bytes=0, reached_gradient_bytes=0) for each in structure.positions
+    )
     return replace(structure, positions=tuple(positions), old_gradient_bytes=0)

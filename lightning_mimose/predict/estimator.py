@@ -92,6 +92,8 @@ class Estimator:
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
+        self.adds_to_gradients = False
+        """Whether the next step may add to gradients of earlier ones."""
         self._patience, self._turns = patience, dict(turns)
         self._enough = 0
         self._measured_since: set[Key] = set()
@@ -239,7 +241,7 @@ class Estimator:
             likely = paths_at(key, seen)
             newest = {path: shape for path, shape in newest.items() if path in likely}
             settled = settled and len(newest) == 1  # between two, others will tell
-        paths = {path: self._on_path(structure, dims, key) for path, structure in newest.items()}
+        paths = {path: self._beside_gradients(structure, dims, key) for path, structure in newest.items()}
         habit = observed.habits.of(key) if settled else None
         if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
             here = {structure.path for structure, known in observed.sizes.items() if key in known}
@@ -257,6 +259,19 @@ class Estimator:
             reach=max(each.reach for each in found),
             others=tuple(found[1:]),
         )
+
+    def _beside_gradients(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
+        """As `_on_path`, by steps that treat gradients of earlier ones as the next one will, where they tell enough.
+
+        Those that make them anew hold all that one layer's backward makes, and others no two of them at once.
+        """
+        if structure.adds_to_gradients != self.adds_to_gradients:
+            for other in self.observed.sizes:
+                if other.path == structure.path and other.adds_to_gradients == self.adds_to_gradients:
+                    found = self._on_path(other, dims, key)
+                    if found is not None and found.trusted:
+                        return found
+        return self._on_path(structure, dims, key)
 
     def _on_path(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """Predict a size, if its step takes the path of a structure."""

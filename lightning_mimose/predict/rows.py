@@ -49,14 +49,15 @@ def levels(
     padded = np.append(value, 0)
     before = resident.old_gradient_bytes
     if resident.zeroes_gradients:
-        gradients = np.where(backward, made, before)
+        gradients = np.where(backward, structure.due_gradients, before)
     elif structure.old_gradient_bytes == before:
         gradients = made + np.array([p.old_gradient_bytes for p in structure.positions], dtype=np.int64)
     else:
-        gradients = np.maximum(made, before)
+        gradients = np.maximum(structure.due_gradients, before)
     start: NDArray[np.int64] = padded[entry]
     level: NDArray[np.int64] = padded[column] + start
-    everything: NDArray[np.int64] = resident.lasting_bytes + resident.again_bytes + level + gradients
+    lasting = min(resident.lasting_bytes + resident.again_bytes, MOST_BYTES)  # a batch of any length is a part of it
+    everything: NDArray[np.int64] = lasting + level + gradients
     return level, start, everything
 
 
@@ -144,7 +145,7 @@ class Rows:
     ) -> None:
         self.structure, self.resident = structure, resident
         self.rates, self.left_out = rates, left_out
-        _, _, self.backward, self.made = structure.arrays
+        self.backward, self.made = structure.arrays[2], structure.due_gradients
         self.values, self.value = values, whole_bytes(values)
         self.level, self.entry, self.base = levels(structure, self.value, resident)
         activations = int(self.base.max(initial=0)) - resident.lasting_bytes - resident.again_bytes

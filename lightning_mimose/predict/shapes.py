@@ -138,6 +138,8 @@ class Position:
         entry: Column to add to it (positions inside a region are measured from the region's start), or -1.
         gradient_bytes: Bytes of the gradients made before it in this step.
         old_gradient_bytes: Bytes of older gradients alive there, in a loop that frees them when it likes.
+        reached_gradient_bytes: Bytes of older gradients that were added to before it: a step that finds none, or frees
+            them first, makes new ones there.
     """
 
     label: str
@@ -147,6 +149,7 @@ class Position:
     entry: int
     gradient_bytes: int
     old_gradient_bytes: int = 0
+    reached_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -338,6 +338,18 @@ class Structure:
         gradients = np.array([p.gradient_bytes for p in self.positions], dtype=np.int64)
         return column, entry, backward, gradients
 
+    @property
+    def adds_to_gradients(self) -> bool:
+        """Whether its steps may add to gradients of earlier ones, which none frees for them."""
+        return self.old_gradient_bytes is not None
+
+    @cached_property
+    def due_gradients(self) -> NDArray[np.int64]:
+        """Shape (positions,): bytes of the gradients there in a step that finds none of earlier ones."""
+        reached = np.array([p.reached_gradient_bytes for p in self.positions], dtype=np.int64)
+        due: NDArray[np.int64] = self.arrays[3] + reached
+        return due
+
 
 def _padded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """With a column of zeros at the end, where positions outside of any region find their start."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_mimose import BudgetInfeasibleError, MimoseCallback
 from tests.helpers.fits import Fit, run, same
@@ -187,3 +189,54 @@ def test_gradients_that_stay_from_some_step_on() -> None:
     for record, peak in list(zip(callback.records, budgeted.peaks, strict=True))[13:]:
         assert peak <= budget
         assert record.predicted_peak_bytes is None or record.predicted_peak_bytes >= 0.995 * peak
+
+
+# --- gradients of several batches -----------------------------------------------------------------------------
+
+
+class WideHead(nn.Module):
+    """Layers that have many parameters and hardly any activations, at the end: their gradients come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.widen, self.head = nn.Embedding(64, 64), nn.Linear(64, 512), nn.Linear(512, 2)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(3)
+        )
+        self.wide = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """The loss of one batch."""
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.wide(self.widen(x.mean(1)))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.head(x), labels))
+
+
+class Headed(Task):
+    """A model whose steps peak in their backward, when the gradients of its head are there."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__(WideHead())
+
+    def configure_optimizers(self) -> Any:
+        """Without state."""
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_the_first_batch_of_several_is_predicted_by_those_that_add_to_its_gradients(accumulate: int) -> None:
+    """It makes them anew, in a backward in which the others, that most is learnt from, make none."""
+    chance = random.Random(0)
+    batches = [text_batch(4, chance.choice(range(16, 132, 4)), i) for i in range(40)]
+    plain = run(task=Headed, data=batches, accumulate_grad_batches=accumulate)
+    callback = MimoseCallback(budget := plain.budget(0.6))
+    fit = run(callback, task=Headed, data=batches, accumulate_grad_batches=accumulate)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget
+    planned = [(r, peak) for r, peak in zip(callback.records, fit.peaks, strict=True) if not r.sheltered]
+    assert len(planned) >= 30
+    assert {record.batch_idx % accumulate for record, _ in planned} == set(range(accumulate))
+    for record, peak in planned:
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)

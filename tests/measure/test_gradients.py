@@ -28,10 +28,10 @@ def test_gradients_of_the_last_step_are_old_until_zeroed() -> None:
     net = model()
     backward(net)
     ledger = GradientLedger(sized(net), follow=True)
-    assert ledger() == (96, 0)
+    assert ledger() == (96, 0, 0)
     net.zero_grad(set_to_none=True)
     ledger.begin_backward()
-    assert ledger() == (0, 0)
+    assert ledger() == (0, 0, 0)
     ledger.close()
 
 
@@ -44,18 +44,25 @@ def test_new_gradients_are_counted_as_they_are_made() -> None:
     net[1].weight.register_post_accumulate_grad_hook(lambda _: seen.append(ledger()))
     net[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(ledger()))
     backward(net)
-    assert seen == [(0, 32), (0, 96)]
+    assert seen == [(0, 32, 0), (0, 96, 0)]
     ledger.close()
 
 
 def test_accumulated_gradients_stay_old() -> None:
-    """Gradients that were not zeroed are added to in place: nothing new is made."""
+    """Gradients that were not zeroed are added to in place: nothing new is made, but it is noted where that was."""
     net = model()
     backward(net)
     ledger = GradientLedger(sized(net), follow=True)
     ledger.begin_backward()
+    seen = []
+    net[1].weight.register_post_accumulate_grad_hook(lambda _: seen.append(ledger()))
     backward(net)
-    assert ledger() == (96, 0)
+    assert seen == [(96, 0, 32)]
+    assert ledger() == (96, 0, 96)
+    net[1].weight.grad = None  # in the midst of the step
+    backward(net)
+    ledger.look()
+    assert ledger() == (64, 32, 64)
     ledger.close()
 
 
@@ -66,7 +73,7 @@ def test_a_second_backward_pass_counts_each_gradient_once() -> None:
     for _ in range(2):
         ledger.begin_backward()
         backward(net)
-        assert ledger() == (0, 96)
+        assert ledger() == (0, 96, 0)
     ledger.close()
 
 
@@ -77,7 +84,7 @@ def test_frozen_parameters_are_not_followed() -> None:
     ledger = GradientLedger(sized(net), follow=True)
     ledger.begin_backward()
     backward(net)
-    assert ledger() == (0, 32)
+    assert ledger() == (0, 32, 0)
     ledger.close()
 
 
@@ -88,7 +95,7 @@ def test_closing_removes_every_hook() -> None:
     ledger.begin_backward()
     ledger.close()
     backward(net)
-    assert ledger() == (0, 0)
+    assert ledger() == (0, 0, 0)
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
 
 
@@ -105,7 +112,7 @@ def test_networks_that_take_turns_are_both_followed() -> None:
     net = model()
     backward(net)
     ledger = GradientLedger(sized(net), follow=True)
-    for trained, other, seen in ((net[0], net[1], (32, 64)), (net[1], net[0], (0, 96))):
+    for trained, other, seen in ((net[0], net[1], (32, 64, 0)), (net[1], net[0], (0, 96, 0))):
         other.requires_grad_(False)
         trained.zero_grad(set_to_none=True)
         ledger.begin_backward()
