@@ -241,13 +241,15 @@ class Estimator:
             likely = paths_at(key, seen)
             newest = {path: shape for path, shape in newest.items() if path in likely}
             settled = settled and len(newest) == 1  # between two, others will tell
-        paths = {path: self._beside_gradients(structure, dims, key) for path, structure in newest.items()}
+        alone = {path: self._alone(structure, dims, key) for path, structure in newest.items()}
+        paths = {path: alone[path] or self._beside_gradients(each, dims, key) for path, each in newest.items()}
         habit = observed.habits.of(key) if settled else None
         if habit in paths:  # of the others, those that were only seen with other sizes say nothing of this one
             here = {structure.path for structure, known in observed.sizes.items() if key in known}
             paths = {path: each for path, each in paths.items() if path in here or (each and each.trusted)}
         first, *others = paths.values()
-        others += [self._fitted(each, dims, key) for path in paths for each in observed.nearer(newest[path], key)]
+        unsure = [newest[path] for path in paths if alone[path] is None]
+        others += [self._fitted(each, dims, key) for structure in unsure for each in observed.nearer(structure, key)]
         if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]
@@ -259,6 +261,12 @@ class Estimator:
             reach=max(each.reach for each in found),
             others=tuple(found[1:]),
         )
+
+    def _alone(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
+        """By the one shape of batches that are as large, where that tells enough: no other one says anything then."""
+        shape = self.observed.alone_with(structure, key)
+        found = None if shape is None else self._beside_gradients(shape, dims, key)
+        return found if found is not None and found.trusted else None
 
     def _beside_gradients(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """As `_on_path`, by steps that treat gradients of earlier ones as the next one will, where they tell enough.

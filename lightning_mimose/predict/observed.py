@@ -275,6 +275,27 @@ class Observed:
         beyond = {other: _beyond(key, known) for other, known in spans.items()}
         return [other for other in spans if beyond[other] < beyond[structure]]
 
+    def alone_with(self, structure: Structure, key: Key) -> Structure | None:
+        """The shape that all steps on the same path had whose batches are as large as a size's, which is among theirs.
+
+        Batches of one leave out what others need (masks, repeated positions).
+
+        Args:
+            structure: A shape that was measured.
+            key: A size.
+        """
+        names, batch = names_of(key), dict(key).get("batch")
+        having = {
+            other: [each for each in self.of(other, names) if dict(each).get("batch") == batch]
+            for other in self.sizes
+            if other.path == structure.path and other.old_gradient_bytes == structure.old_gradient_bytes
+        }
+        found = [(other, known) for other, known in having.items() if known]
+        if batch is None or len(having) < 2 or len(found) != 1:
+            return None
+        ((other, known),) = found
+        return other if len(known) >= FEWEST_SIZES and _beyond(key, known) <= 1 else None
+
     def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
         """The sizes with these dimensions that were seen to take a path."""
         for structure, known in self.sizes.items():

@@ -277,6 +277,27 @@ def test_what_was_seen_around_a_size_counts_however_short_the_last_ones_were() -
     assert told(29) == {short, long}
 
 
+def test_batches_of_one_that_all_have_one_shape_are_predicted_by_it_alone() -> None:
+    """Whatever was measured last, and however little they have; but not beyond the sizes they were seen with."""
+    one, several = replace(structure(), positions=structure().positions[:-1]), structure()
+    small, large = law(1), law(2)
+    estimator = Estimator()
+    for size in text(20, 30, 40, 50, 60, batch=1):
+        estimator.add(size, one, small(size))
+    for size in (*text(15, 27, 39, 55, 70, batch=4), *text(21, 35, 44, 58, 65, batch=2)):
+        estimator.add(size, several, large(size))
+    prediction = predicted(estimator, text(45, batch=1)[0])
+    assert prediction.trusted
+    assert prediction.structure == one
+    assert not prediction.others
+    assert prediction.values == pytest.approx(small(text(45, batch=1)[0]))
+    beyond = predicted(estimator, text(80, batch=1)[0])
+    assert several in {each.structure for each in (beyond, *beyond.others)}
+    estimator.add(text(33, batch=1)[0], several, large(text(33, batch=1)[0]))
+    unsure = predicted(estimator, text(45, batch=1)[0])
+    assert several in {each.structure for each in (unsure, *unsure.others)}
+
+
 def test_other_shapes_count_on_the_path_that_a_size_takes() -> None:
     """Not on the latest one alone: two tasks in turns, of which one has two shapes."""
     task = replace(structure(), calls=tuple(replace(call, key=f"{call.key}!") for call in structure().calls))
