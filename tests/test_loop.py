@@ -1226,3 +1226,16 @@ def test_what_cannot_be_a_part_of_a_step_is_refused_before_anything_is_touched(a
     with pytest.raises(MimoseError, match=re.escape(said)):
         Mimose(model, budget="1GB", **asked)
     assert "forward" not in vars(model.layers[0])
+
+
+def test_sizes_that_no_machine_could_hold_are_refused_in_words() -> None:
+    """Not by numpy, which has no such numbers."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Mimose(model, budget="1GB", optimizer=optimizer, loss_fn=lambda model, x: model(x).square().mean()) as mimose:
+        for tokens in (8, 16, 24, 32, 40, 48, 20, 28):
+            mimose.step(torch.randn(4, tokens, 32))
+        absurd = {"batch": 4, "input:1": 10**30}
+        with pytest.raises(BudgetInfeasibleError, match="inside 1,000,000,000 bytes"):
+            mimose.plan(absurd)
+        assert mimose.smallest_feasible_bytes(absurd) > 10**15
