@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from lightning_mimose.actions.stored import is_activation, is_lost
+
 
 class _Kind(NamedTuple):
     copy: Callable[[Any], Any]
@@ -21,7 +23,7 @@ class _Kind(NamedTuple):
 
 def _items(value: Any) -> list[Any]:
     # An activation in a container is not kept alive by the copy of the container.
-    return [TensorWeakRef(i) if isinstance(i, torch.Tensor) and i.requires_grad else i for i in value]
+    return [TensorWeakRef(i) if is_activation(i) and not is_lost(i) else i for i in value]
 
 
 def _held(content: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mimose.actions.contents import content_of, is_readable, put_content, same_content
 from lightning_mimose.actions.outside import ABSENT, NO_STATE, found, keys_of, look, put
-from lightning_mimose.actions.stored import OWN, is_activation
+from lightning_mimose.actions.stored import OWN, activations_in, is_activation
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 
 
@@ -43,6 +43,11 @@ def state_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module | None, s
         value = look(name)
         if value is not NO_STATE:
             yield None, name, value
+
+
+def held_in(modules: Sequence[nn.Module]) -> list[list[torch.Tensor]]:
+    """The activations in containers that may be state of modules: whoever has these holds them, as no copy does."""
+    return [activations_in(value) for _, _, value in state_of(modules)]
 
 
 def copy_all(modules: Sequence[nn.Module], *, tensors: bool = True) -> Saved:

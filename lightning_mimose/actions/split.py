@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_mimose.actions.again import running_again
-from lightning_mimose.actions.copies import put_back
+from lightning_mimose.actions.copies import held_in, put_back
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.recompute import recompute
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.actions.stored import held, left_alone
+from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 
@@ -119,10 +119,10 @@ class Divisible:
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
         generators = [torch.random.get_rng_state, *(lambda d=d: torch.cuda.get_rng_state(d) for d in devices)]
         modules, cached = self._state.modules(), cached_again(cached_in(self._state.modules))
-        with torch.random.fork_rng(devices=devices), running_again(), left_alone(modules), held(modules), cached:
+        with torch.random.fork_rng(devices=devices), running_again(), left_alone(modules), cached:
             copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             drawn = [get() for get in generators]
-            before = self._state.before_forward()
+            before, held = self._state.before_forward(), held_in(modules)
             try:
                 with torch.no_grad():
                     whole = _run(original, copies, spec)
@@ -134,6 +134,7 @@ class Divisible:
             finally:
                 written = self._state.after_forward(before)
                 put_back(written)
+                held.clear()
             if any(not torch.equal(old, get()) for old, get in zip(drawn, generators, strict=True)):
                 return RANDOM
         if written:

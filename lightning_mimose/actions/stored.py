@@ -36,25 +36,31 @@ class _Lost(torch.Tensor):
         raise RecomputeError({LATEST: GONE})
 
 
+def is_lost(value: Any) -> bool:
+    """Whether it stands for an activation that is gone, see `lost`: whatever else is asked of it raises."""
+    return type(value) is _Lost
+
+
 def is_activation(value: Any) -> bool:
     """Whether it is a tensor that a backward may go through, or stands for one."""
-    return isinstance(value, torch.Tensor) and (type(value) is _Lost or value.requires_grad)
+    return isinstance(value, torch.Tensor) and (is_lost(value) or value.requires_grad)
 
 
 def left_in(modules: Sequence[nn.Module]) -> dict[Place, list[torch.Tensor]]:
     """The activations that modules hold, or that are cached for them, by where they are; several of a container."""
     held = {
-        (id(module), name): _activations_in(value)
+        (id(module), name): activations_in(value)
         for module in modules
         for name, value in vars(module).items()
         if name not in OWN
     }
     for place, value in (cached_in(lambda: modules) or {}).items():
-        held[place] = _activations_in(value)
+        held[place] = activations_in(value)
     return {place: found for place, found in held.items() if found}
 
 
-def _activations_in(value: Any) -> list[torch.Tensor]:
+def activations_in(value: Any) -> list[torch.Tensor]:
+    """The activations that a value is, or holds at any depth of its containers, but `lost` ones."""
     leaves: list[Any] = []
     waiting, known, looked_at = [value], set[int](), 0
     while waiting and looked_at <= _MOST:
@@ -65,7 +71,7 @@ def _activations_in(value: Any) -> list[torch.Tensor]:
                 waiting += reversed([*each.values()] if isinstance(each, dict) else [*each])
         else:  # of an object that is an attribute itself nothing is looked at
             leaves += [each] if each is value else leaves_in(each)
-    return [leaf for leaf in leaves if is_activation(leaf) and type(leaf) is not _Lost]
+    return [leaf for leaf in leaves if is_activation(leaf) and not is_lost(leaf)]
 
 
 def hollow(value: Any) -> Any:
@@ -97,16 +103,6 @@ def lost() -> torch.Tensor:
     one each time: whoever walks through all tensors there are (a profiler of memory) must hardly ever meet one.
     """
     return torch.Tensor._make_subclass(_Lost, torch.empty(0))
-
-
-@contextmanager
-def held(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep the activations that modules hold: copies of containers do not, and theirs are put back from these."""
-    keeping = left_in(modules)
-    try:
-        yield
-    finally:
-        keeping.clear()
 
 
 @contextmanager

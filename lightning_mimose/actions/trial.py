@@ -20,13 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mimose.actions.again import running_again
 from lightning_mimose.actions.checksum import checksum
-from lightning_mimose.actions.copies import appeared, put_back
+from lightning_mimose.actions.copies import appeared, held_in, put_back
 from lightning_mimose.actions.lean.lost import Packs
 from lightning_mimose.actions.lean.saves import LeanSaves
 from lightning_mimose.actions.outside import iterator_in
 from lightning_mimose.actions.parametrized import cached_again, cached_in
 from lightning_mimose.actions.state import WrittenState
-from lightning_mimose.actions.stored import held, left_alone
+from lightning_mimose.actions.stored import left_alone
 from lightning_mimose.actions.structures import flatten, unflatten
 from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.measure.mode import ThreadedMode
@@ -267,7 +267,7 @@ class Candidate:
         versions = [leaf._version for leaf in copies if _is_plain(leaf)]
         args, kwargs = unflatten(copies, spec)
         everything = not state.known()  # then all there is gets copied, and what is there besides afterwards is new
-        before = state.before_forward()
+        before, held = state.before_forward(), held_in(modules)
         done = False
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -277,7 +277,6 @@ class Candidate:
             stack.enter_context(cached_again(cached_in(lambda: modules)))
             stack.enter_context(_without_forward_hooks(modules))
             stack.enter_context(left_alone(modules))
-            stack.enter_context(held(modules))
             if lean is not None:
                 lean.hold(state.buffers(), copies)
                 stack.callback(lean.close)
@@ -303,6 +302,7 @@ class Candidate:
                     put_back(state.after_forward(before))
                 else:
                     put_back([*before, *(appeared(modules, before) if everything else ())])
+                held.clear()
                 replaced = _given_back(memory)
         if replaced:
             raise WritesParameterError

@@ -260,7 +260,10 @@ def own(
         make = batch_maker(model, spec, batch_spec)
         batches = tuple(make(size) for size in sizes)
     else:
+        before = _copy_of(model)
         batches = tuple(loader_batches(model, steps))
+        if before is not None and _copy_of(model) is None:  # for the data that it has set up
+            model = before
         if not batches:
             raise MimoseError(
                 f"{type(model).__name__} has no train_dataloader() to take batches from, or it gives none. Name sizes: "
@@ -269,6 +272,13 @@ def own(
     return Work(
         spec.rpartition(":")[2], f"{spec}, {len(batches)} batches", partial(copy.deepcopy, model), batches, _loss
     )
+
+
+def _copy_of(model: nn.Module) -> nn.Module | None:
+    try:
+        return copy.deepcopy(model)
+    except Exception:
+        return None
 
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -56,8 +56,8 @@ def load(spec: str) -> Any:
 def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     """The model that a class, a function or an instance stands for.
 
-    A model class of `transformers` is built from its configuration's defaults, `init` naming what differs. A
-    LightningModule has configured its model, as in a Trainer.
+    A model class of `transformers` is built from its configuration's defaults, `init` naming what differs. One of a
+    LightningModule configures its model, as in a Trainer.
 
     Args:
         spec: `package.module:attribute`.
@@ -76,8 +76,8 @@ def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     configuration = getattr(target, "config_class", None) if inspect.isclass(target) else None
     try:
         model = target(**init) if configuration is None else target(_complete(configuration(**init)))
-        if isinstance(model, LightningModule):
-            model.configure_model()
+        if inspect.isclass(target) and isinstance(model, LightningModule):  # what a function returns may be loaded
+            _run_hook(model.configure_model)
     except Exception as error:
         raise MimoseError(
             f"{spec!r} could not be built ({say(error)}). Give its arguments with --init name=value, or name a "
@@ -86,6 +86,15 @@ def build(spec: str, init: Mapping[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise MimoseError(f"{spec!r} gave a {type(model).__name__}; an nn.Module is needed.")
     return model
+
+
+def _run_hook(hook: Callable[..., object], *given: Any) -> None:
+    """Call a hook as a Trainer would; one that asks for the Trainer may do without."""
+    try:
+        hook(*given)
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
 
 
 def _complete(config: Any) -> Any:
@@ -157,12 +166,14 @@ def loader_batches(model: Any, count: int) -> list[Any]:
     if base is None or loader is None or loader is getattr(base, "train_dataloader", None):
         return []
     try:
-        model.prepare_data()
-        model.setup("fit")
+        _run_hook(model.prepare_data)
+        _run_hook(model.setup, "fit")
         loaders = model.train_dataloader()
-        if isinstance(loaders, (list, tuple, dict)) and all(isinstance(e, DataLoader) for e in tree_leaves(loaders)):
-            return [batch for batch, _, _ in islice(CombinedLoader(loaders, "max_size_cycle"), count)]
-        return list(islice(loaders, count))
+        several = isinstance(loaders, (list, tuple)) and all(isinstance(e, DataLoader) for e in tree_leaves(loaders))
+        if several or isinstance(loaders, dict):  # else it may be a list of batches
+            loaders = CombinedLoader(loaders, "max_size_cycle")
+        taken = list(islice(loaders, count))
+        return [batch for batch, _, _ in taken] if isinstance(loaders, CombinedLoader) else taken
     except Exception as error:
         raise MimoseError(f"{type(model).__name__}.train_dataloader() gave no batch ({say(error)}).") from error
 

@@ -61,12 +61,15 @@ class GradientLedger:
         """Look at all of them: whoever sets one by hand (`parameter.grad = ...`) tells no hook."""
         self._old_bytes = self._new_bytes = 0
         self._counted.clear()
+        reached, self._reached = self._reached, {}
         for parameter, size in self._parameters:
             if parameter.grad is not None:
-                if self._is_old(parameter):
-                    self._old_bytes += size
-                else:
+                if not self._is_old(parameter):
                     self._count(parameter, size)
+                else:
+                    self._old_bytes += size
+                    if id(parameter) in reached:
+                        self._reached[id(parameter)] = size
 
     def _is_old(self, parameter: torch.Tensor) -> bool:
         first = self._first.get(id(parameter))
@@ -76,13 +79,12 @@ class GradientLedger:
         if id(parameter) not in self._counted:
             self._counted.add(id(parameter))
             self._new_bytes += size
-            self._reached.pop(id(parameter), None)
 
     def _made(self, size: int) -> Callable[[torch.Tensor], None]:
         def made(parameter: torch.Tensor) -> None:
             if not self._is_old(parameter):
                 self._count(parameter, size)
-            else:
+            elif parameter.grad is not None:  # else a hook has let go of it
                 self._reached[id(parameter)] = size
 
         return made

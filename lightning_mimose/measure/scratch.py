@@ -20,6 +20,9 @@ from lightning_mimose.parts import storages_in
 TRIES = 3
 """A kernel that needed no scratch in so many sizes is not asked again; some always are, see `_many_kernels`."""
 
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.linear})
+
 _known: dict[Any, int] = {}
 _clean: dict[Any, int] = {}
 
@@ -72,8 +75,7 @@ def _many_kernels(func: Any, reduced: bool) -> bool:
 
     Convolutions go by channels, windows and strides; products in reduced precision are oneDNN's but for the smallest.
     """
-    name = func._schema.name
-    return "convolution" in name or (reduced and ("mm" in name or "linear" in name))
+    return "convolution" in func._schema.name or (reduced and func._overloadpacket in _PRODUCTS)
 
 
 def _describe(leaf: Any) -> Any:

@@ -193,3 +193,7 @@ def test_a_place_in_a_list_is_there_again_though_what_was_in_it_is_gone() -> Non
     assert model.seen[1] == 5
     with pytest.raises(RecomputeError, match="gone"):
         model.seen[0] + 1
+    again = state.copy(learning=True)  # and so may the next one
+    model.seen[0] = torch.zeros(2, requires_grad=True) * 4
+    assert again.put_back()
+    assert len(model.seen) == 2

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_mimose.bench.alternatives import ALTERNATIVES
 from lightning_mimose.bench.command import Options
 from lightning_mimose.bench.runner import Case, Runner
 from lightning_mimose.bench.work import Work
 from lightning_mimose.command import main
+from lightning_mimose.explain.samples import build, loader_batches
 from tests.helpers.projects import write_project
 
 EVERYTHING = ",".join(name for name, alternative in ALTERNATIVES.items() if not alternative.takes_minutes)
 
 PROJECT = '''
+import threading
 import lightning.pytorch as pl
 import torch
 from tests.helpers.models import TinyText, loader, text_batch
@@ -47,18 +50,27 @@ class Whole(Lit):
 
     def __init__(self):
         super().__init__(0)
+        self.configured = 0
 
     def configure_model(self):
+        self.configured += 1
         self.model = TinyText(4, 32)
 
     def setup(self, stage):
         self.texts = [text_batch(2, n) for n in (24, 40, 64, 32, 48)]
+        self.lock = threading.Lock()  # what a file of data has
+        self.steps = self.trainer.estimated_stepping_batches
 
     def training_step(self, batch, batch_idx):
         return sum(super(Whole, self).training_step(each, batch_idx) for each in batch)
 
     def train_dataloader(self):
         return [loader(self.texts), loader(self.texts[:2])]
+
+def ready():
+    model = Whole()
+    model.configure_model()
+    return model
 
 class Empty(Lit):
     def train_dataloader(self):
@@ -120,6 +132,20 @@ def test_a_module_is_set_up_as_lightning_does(project: str, capsys: pytest.Captu
     assert "3 batches" in work["description"]
     rows = {row["name"]: row for row in work["budgets"][0]["alternatives"]}
     assert rows["layers"]["figures"]["bit_equal"]
+
+
+def test_what_a_function_returns_is_not_configured_again(project: str) -> None:
+    """It may have been given weights."""
+    for name in ("Whole", "ready"):
+        model: Any = build(f"{project}:{name}", {})
+        assert model.configured == 1
+        for loaders, kind in (
+            ([0, 1], int),
+            ({"a": [0], "b": [1]}, dict),
+            (CombinedLoader([[0], [1]], "min_size"), list),
+        ):
+            type(model).train_dataloader = lambda self, loaders=loaders: loaders
+            assert {type(batch) for batch in loader_batches(model, 3)} == {kind}
 
 
 def test_one_batch_of_each_size(project: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,3 +224,57 @@ def test_places_in_a_list_are_filled_in_each_step(share: float) -> None:
     assert equal(done, plain)
     assert max(done.peaks) <= budget
     assert all(map(torch.equal, done.model.heads, plain.model.heads))  # type: ignore[arg-type]
+
+
+def test_places_in_a_list_are_filled_when_a_step_runs_again() -> None:
+    """It ran out of memory after it had replaced what the step before had left."""
+    batches = [batch for batch in batches_of(14) for _ in range(2)]
+    failing, steps = {9, 20, 25}, list[int]()
+
+    def fails(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        steps.append(len(steps))
+        if steps[-1] in failing:
+            raise torch.OutOfMemoryError("out of memory, as played")
+        return loss
+
+    plain = train(supervised, batches, None, loss_of)
+    done = train(supervised, batches, "1GB", fails)
+    assert equal(done, plain)
+    assert done.mimose is not None
+    assert sum(record.retried for record in done.mimose.records) == 3
+
+
+class Outside(Placing):
+    """Puts it in a list that is nobody's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        hidden = self.into(x).relu()
+        if len(x) > 4:
+            hidden = nn.functional.gelu(hidden)
+        x = x + self.out(hidden)
+        HEADS[self.number] = self.head(x)
+        return x
+
+
+HEADS: list[torch.Tensor] = []
+
+
+def test_places_in_a_list_of_a_module_of_python_are_filled() -> None:
+    """Which no module holds."""
+
+    def build() -> Supervised:
+        model = supervised()
+        model.blocks = nn.ModuleList(Outside([], number) for number in range(4))
+        HEADS[:] = [torch.rand(1)] * 4
+        model.heads = HEADS
+        return model
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(n, 48, WIDTH, generator=generator) for n in (2, 3, 2, 8, 4, 6, 5, 7, 3, 8, 2, 6)]
+    plain = train(build, batches, None, loss_of)
+    budget = plain.budget(0.7)
+    done = train(build, batches, budget, loss_of)
+    assert equal(done, plain)
+    assert max(done.peaks) <= budget

@@ -63,6 +63,9 @@ def test_accumulated_gradients_stay_old() -> None:
     backward(net)
     ledger.look()
     assert ledger() == (64, 32, 64)
+    net.zero_grad(set_to_none=True)
+    ledger.look()
+    assert ledger() == (0, 0, 0)
     ledger.close()
 
 
