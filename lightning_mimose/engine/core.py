@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -311,11 +312,12 @@ class Engine:
             self._update.begins()
             self._metering.begin_update(step)
 
-    def end_step(self, number: int = 0) -> StepRecord | None:
+    def end_step(self, number: int = 0, *, sees_backward: bool = False) -> StepRecord | None:
         """The step is over; None if none was running.
 
         Args:
             number: Of the step, for the record.
+            sees_backward: Whether a backward would have been told of: no prediction was made for a step without one.
 
         Raises:
             BudgetInfeasibleError: As `before_update`, for a step without an update.
@@ -340,7 +342,8 @@ class Engine:
         if self.tenancy is not None:
             self.tenancy.turn()
         self._metering.ran(step)
-        return step.record(number, self.advisor.tracker.named(step.size), self.advisor.budget_bytes, actions)
+        record = step.record(number, self.advisor.tracker.named(step.size), self.advisor.budget_bytes, actions)
+        return replace(record, predicted_peak_bytes=None) if sees_backward and not step.in_backward else record
 
     def drop_step(self) -> None:
         """The step that has begun will not run: another one begins in its place."""

@@ -295,7 +295,8 @@ class MimoseCallback(Callback):
         """Record the step."""
         if self._run is None:
             return
-        record = self._run.engine.end_step(self._history.aggregates.steps)
+        number, seen = self._history.aggregates.steps, pl_module.automatic_optimization
+        record = self._run.engine.end_step(number, sees_backward=seen)
         if record is not None:
             record = self._history.add(record)
             self._metrics.log(trainer, self, record)

@@ -29,8 +29,9 @@ class StepRecord:
         retried: Whether it ran out of memory and was run again.
         budget_bytes: The budget in force.
         resident_bytes: Parameters, buffers, gradients, optimizer state and batch at its start.
-        predicted_peak_bytes: Predicted peak for its actual size, resident bytes included; None when sheltered, and
-            where no prediction is trusted, but the budget is ample or a plan leaner than the shelter is known.
+        predicted_peak_bytes: Predicted peak for its actual size, resident bytes included; None when sheltered, where no
+            prediction is trusted, but the budget is ample or a plan leaner than the shelter is known, and where the
+            step ran no backward, for a loss that was None or in an epoch that only updates statistics (SWA's last).
         measured_peak_bytes: Measured peak, resident bytes included; None where it was not measured.
         reserved_peak_bytes: Peak of what the accelerator's allocator reserved; None on CPU.
         actions: Unit -> action of the units that did something else than keep.

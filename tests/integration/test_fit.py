@@ -288,6 +288,12 @@ def test_a_step_without_a_loss_teaches_nothing() -> None:
     assert held(fit, callback)
     assert same(plain.weights(), fit.weights())
     assert len(callback.records) == 12
+    for record, peak in zip(callback.records, fit.peaks, strict=True):
+        if record.batch_idx % 3 == 1:
+            assert record.predicted_peak_bytes is None
+        elif not record.sheltered:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+    assert any(record.predicted_peak_bytes for record in callback.records)
 
 
 def test_a_batch_that_is_skipped_has_no_record() -> None:
