@@ -717,6 +717,7 @@ def test_a_lightning_module_that_is_one_graph() -> None:
     assert same(*weights)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 says so of every session
 @pytest.mark.slow
 @dynamo
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated")  # inductor's own
