@@ -71,8 +71,6 @@ class Forecast:
         self.turns = dict(turns)
         self.estimator = Estimator(turns=self.turns)
         self.shelter: dict[str, str] = {}
-        self.burdens: set[str] = set()
-        """Units that would be sheltered, but hold more then than they save."""
         self.left_out: set[str] = set()
         self.link: Link | None = None
         """The way to host memory, if offloading is planned with."""

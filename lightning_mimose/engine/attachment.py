@@ -178,8 +178,7 @@ class Attachment:
         self._advisor.refused = dict(refused)
         self._advisor.leave_out(self._left_out | refused.keys())
         cut = {unit.name: RECOMPUTE for unit in self._patched if unit.shelter}
-        standing, burdens = self._session.standing(cut), self._advisor.burdens
-        self._advisor.shelter = {name: action for name, action in standing.items() if name not in burdens}
+        self._advisor.shelter = self._session.standing(cut)
         self._session.news = True
         by_reason: dict[str, list[str]] = {}
         for unit in [name for name in refused if name not in self._told]:

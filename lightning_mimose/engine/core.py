@@ -156,7 +156,6 @@ class Engine:
         self._lessons = Lessons(
             model, self.advisor, self.session, self.ledger, self._update, self._refuser, self.device
         )
-        self._lessons.relieves = len(ranks) <= 1
         self._metering = Metering(
             self.device, self.session, self.ledger, self._lessons, profile=self.profile, compiles=self.compiles
         )

@@ -14,9 +14,7 @@ from torch import nn
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advice import with_reserve
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.advise.burdens import burdens_of
 from lightning_mimose.advise.hints import allocator_hint, attention_hint, size_hint, update_hint
-from lightning_mimose.budget import format_bytes
 from lightning_mimose.engine.judge import Judge, named_shortly
 from lightning_mimose.engine.refusal import Refuser
 from lightning_mimose.engine.step import Step
@@ -84,8 +82,6 @@ class Lessons:
         self._read_at = Place(0)
         self._resting = Resting()
         self.renews = False
-        self.relieves = True
-        """Whether units may be left out of the shelter: not by one rank of a sharded model alone."""
         self.unlike = Unlike(advisor)
         self._judge = Judge(advisor, session, self.unlike)
 
@@ -206,8 +202,6 @@ class Lessons:
             return
         learnt = step.learns and self._observe(step, trace)
         if peak > self._advisor.budget_bytes:
-            if learnt and self._relieve(step, peak):
-                return
             how = "with every unit recomputed"
             # As it was learnt from, more is known now than when the shelter was cut.
             if learnt and self._advisor.has_leaner(step.size, self._update.later(step.resident)):
@@ -216,22 +210,6 @@ class Lessons:
                     'such batches from now on: on_infeasible="warn" goes on with them)'
                 )
             self._refuser.refuse(step.size, step.resident, peak, with_reserve(peak), how)
-
-    def _relieve(self, step: Step, peak: int) -> bool:
-        """Leave units out of the shelter for which it broke the budget; whether that helps."""
-        advisor = self._advisor
-        found = burdens_of(advisor, step.size, self._update.later(step.resident)) if self.relieves else []
-        if found:
-            advisor.burdens.update(found)
-            advisor.shelter = {unit: action for unit, action in advisor.shelter.items() if unit not in advisor.burdens}
-            warnings.warn(
-                f"A batch of {advisor.tracker.named(step.size)} reached {format_bytes(peak)}, above the budget of "
-                f"{format_bytes(advisor.budget_bytes)}, with every unit recomputed. Some of them hold more of what "
-                f"they are given than they save then: {named_shortly(found)}. They are kept from now on where nothing "
-                "is known of a batch, and the budget holds for such ones.",
-                stacklevel=5,
-            )
-        return bool(found)
 
     def of_update(self, step: Step) -> None:
         """Stop the meter after the update."""
