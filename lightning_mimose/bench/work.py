@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_mimose.bench.workload import CLASSES, Batch, Workload, causal, images, text, translation
-from lightning_mimose.errors import MimoseError
+from lightning_mimose.errors import MimoseError, is_out_of_memory
 from lightning_mimose.explain.learn import loss_of
 from lightning_mimose.explain.samples import batch_maker, build, loader_batches
 from lightning_mimose.loop import own_loss
@@ -263,6 +263,12 @@ def own(
         before = _copy_of(model)
         batches = tuple(loader_batches(model, steps))
         if before is not None and _copy_of(model) is None:  # for the data that it has set up
+            if before.state_dict().keys() != model.state_dict().keys():
+                raise MimoseError(
+                    f"{type(model).__name__} cannot be copied any more once its setup() has run, and every alternative "
+                    "trains a copy. Keep what cannot be copied (files, locks) out of the model, or make its layers "
+                    "in __init__ or configure_model."
+                )
             model = before
         if not batches:
             raise MimoseError(
@@ -277,7 +283,9 @@ def own(
 def _copy_of(model: nn.Module) -> nn.Module | None:
     try:
         return copy.deepcopy(model)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return None
 
 

@@ -266,7 +266,9 @@ class Estimator:
         """By the one shape of batches that are as large, where that tells enough: no other one says anything then."""
         shape = self.observed.alone_with(structure, key)
         found = None if shape is None else self._beside_gradients(shape, dims, key)
-        return found if found is not None and found.trusted else None
+        if found is None or not found.trusted:
+            return None
+        return found if self.observed.alone_with(found.structure, key) == found.structure else None
 
     def _beside_gradients(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """As `_on_path`, by steps that treat gradients of earlier ones as the next one will, where they tell enough.

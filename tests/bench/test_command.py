@@ -67,6 +67,18 @@ class Whole(Lit):
     def train_dataloader(self):
         return [loader(self.texts), loader(self.texts[:2])]
 
+class Torn(Whole):
+    def __init__(self):
+        super().__init__()
+        self.model = None
+
+    def configure_model(self):
+        pass
+
+    def setup(self, stage):
+        self.model = TinyText(4, 32)
+        super().setup(stage)
+
 def ready():
     model = Whole()
     model.configure_model()
@@ -256,6 +268,7 @@ def test_a_work_that_fails_leaves_the_others_running(
         (["{project}:Text", "--work", "gpt2"], "Choose one"),
         (["{project}:Text"], "no train_dataloader"),
         (["{project}:Empty"], "or it gives none"),
+        (["{project}:Torn"], "cannot be copied any more once its setup() has run"),
         (["./{project}.py:Text"], "and no path"),
         (["{project}:Text", "--size", "batch"], "cannot be read"),
         (["{project}:Text", "--size", "batch=2,tokens=8", "--budget", "1KB"], "resident before a step begins"),
