@@ -66,9 +66,7 @@ class FlopTally(ThreadedMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # before torch 2.13 it looks in here, where it finds nothing to compile
+        if torch.compiler.is_dynamo_compiling():  # torch before 2.13 looks in here
             return out
         is_dynamic, is_counted = _traits(func)
         if is_dynamic and not _is_plain_indexing(func, args):

@@ -62,7 +62,7 @@ class MimoseCallback(Callback):
     Limitations:
         With manual optimization a batch that breaks the budget is found out after its updates, not before them.
         LBFGS fills its history step by step; all of it is reserved from the start, so its first steps are predicted
-        higher than they are, and later ones in which it turns down a direction by two vectors of all parameters.
+        higher than they are, and some later ones by two vectors of all parameters.
         The trial steps of LearningRateFinder, BatchSizeFinder and the Tuner are not planned: Lightning runs them
         without other callbacks.
 
