@@ -27,7 +27,7 @@ from lightning_mimose.actions.copies import (
     put_back,
     state_of,
 )
-from lightning_mimose.actions.stored import lost as gone
+from lightning_mimose.actions.stored import lost
 
 FIRST_STEPS = 3
 """Steps in which everything is suspected, whatever is known about memory."""
@@ -197,15 +197,15 @@ class StepCopy:
     def put_back(self) -> bool:
         """Put everything back; False if a large tensor was written or replaced and nobody knew that steps do so."""
         self.learn()
-        lost = [each for each in self._suspects if isinstance(each.content, int) and each.is_written()]
-        put_back(self._entries, gone())
+        unknown = [each for each in self._suspects if isinstance(each.content, int) and each.is_written()]
+        put_back(self._entries, lost())
         for each in self._suspects:
             each.put_back()
         if self._modules is not None:
             put_back(appeared(self._modules, self._seen()))
         for pieces in self._pieces:
             _fill(*pieces)
-        return not lost
+        return not unknown
 
 
 def _in_pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:

@@ -20,7 +20,7 @@ MOST_ENDS = 2
 rule, and what the last one has returned when its model does."""
 
 GradientBytes = Callable[[], tuple[int, int, int]]
-"""Returns the bytes of gradients that exist: (older than this step, made in it)."""
+"""Returns the bytes of gradients that exist: (older than this step, made in it, of the older ones those added to)."""
 
 
 class Measured(NamedTuple):

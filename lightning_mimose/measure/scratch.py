@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from lightning_mimose.parts import storages_in
 
 TRIES = 3
-"""A kernel that needed no scratch in so many sizes is not asked again; some always are, see `_many_kernels`."""
+"""A kernel that needed no scratch in so many sizes is not asked again, but for those of which others need some."""
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.linear})
@@ -42,8 +42,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> i
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     threads = torch.get_num_threads()
     kernel = (func, threads, *((leaf.dtype, leaf.layout == torch.strided and leaf.is_contiguous()) for leaf in tensors))
-    reduced = any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors)
-    if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func, reduced):
+    if _clean.get(kernel, 0) >= TRIES and not _many_kernels(func) and not _is_reduced_product(func, tensors):
         return 0
     if any(type(leaf) is torch.Generator for leaf in leaves):
         return 0
@@ -70,12 +69,14 @@ def _repeatable(func: Any) -> bool:
 
 
 @cache
-def _many_kernels(func: Any, reduced: bool) -> bool:
-    """Whether kernels with scratch run in some sizes, and ones without it in others.
+def _many_kernels(func: Any) -> bool:
+    """Whether another kernel runs for other channels, windows and strides, some with scratch and some without."""
+    return "convolution" in func._schema.name
 
-    Convolutions go by channels, windows and strides; products in reduced precision are oneDNN's but for the smallest.
-    """
-    return "convolution" in func._schema.name or (reduced and func._overloadpacket in _PRODUCTS)
+
+def _is_reduced_product(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether it multiplies matrices in reduced precision: oneDNN does, with scratch, but the smallest ones."""
+    return func._overloadpacket in _PRODUCTS and any(t.is_floating_point() and t.itemsize < 4 for t in tensors)
 
 
 def _describe(leaf: Any) -> Any:

@@ -44,7 +44,7 @@ def _kind(structure: Structure) -> Literal["adds", "frees", "either"] | None:
     None where it is known when they go, or where a part of them stays (two networks in turns): as a rule the same one
     in every step, which is known exactly.
     """
-    if structure.old_gradient_bytes is None:
+    if not structure.adds_to_gradients:
         return None
     if structure.old_gradient_bytes == EITHER:
         return "either"

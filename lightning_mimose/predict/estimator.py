@@ -268,7 +268,8 @@ class Estimator:
         found = None if shape is None else self._beside_gradients(shape, dims, key)
         if found is None or not found.trusted:
             return None
-        return found if self.observed.alone_with(found.structure, key) == found.structure else None
+        other = found.structure  # of the other kind, maybe
+        return found if other is shape or self.observed.alone_with(other, key) == other else None
 
     def _beside_gradients(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """As `_on_path`, by steps that treat gradients of earlier ones as the next one will, where they tell enough.

@@ -263,11 +263,10 @@ class Observed:
             structure: A shape that was measured.
             key: A size.
         """
-        names, gradients = names_of(key), structure.old_gradient_bytes
+        names = names_of(key)
         spans = {
             other: known
-            for other in self.sizes
-            if other.path == structure.path and other.old_gradient_bytes == gradients
+            for other in self._beside(structure)
             if len(known := self.of(other, names)) >= FEWEST_SIZES or other == structure
         }
         if any(key in known for known in spans.values()):
@@ -285,16 +284,19 @@ class Observed:
             key: A size.
         """
         names, batch = names_of(key), dict(key).get("batch")
-        having = {
-            other: [each for each in self.of(other, names) if dict(each).get("batch") == batch]
-            for other in self.sizes
-            if other.path == structure.path and other.old_gradient_bytes == structure.old_gradient_bytes
-        }
-        found = [(other, known) for other, known in having.items() if known]
-        if batch is None or len(having) < 2 or len(found) != 1:
+        shapes = self._beside(structure)
+        if batch is None or len(shapes) < 2:
             return None
-        ((other, known),) = found
-        return other if len(known) >= FEWEST_SIZES and _beyond(key, known) <= 1 else None
+        seen = {other: [each for each in self.of(other, names) if dict(each)["batch"] == batch] for other in shapes}
+        found = [other for other in shapes if seen[other]]
+        if len(found) != 1 or len(seen[found[0]]) < FEWEST_SIZES or _beyond(key, seen[found[0]]) > 1:
+            return None
+        return found[0]
+
+    def _beside(self, structure: Structure) -> list[Structure]:
+        """The shapes on the same path, beside the same gradients of earlier steps."""
+        gradients = structure.old_gradient_bytes
+        return [each for each in self.sizes if each.path == structure.path and each.old_gradient_bytes == gradients]
 
     def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
         """The sizes with these dimensions that were seen to take a path."""

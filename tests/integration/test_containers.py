@@ -80,12 +80,16 @@ class Placing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape."""
+        x = self.changed(x)
+        self.heads[self.number] = self.head(x)
+        return x
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the head is of."""
         hidden = self.into(x).relu()
         if len(x) > 4:
             hidden = nn.functional.gelu(hidden)
-        x = x + self.out(hidden)
-        self.heads[self.number] = self.head(x)
-        return x
+        return x + self.out(hidden)
 
 
 class Supervised(nn.Module):
@@ -174,6 +178,12 @@ def batches_of(number: int) -> list[torch.Tensor]:
     return [torch.randn(4, 24 + 8 * (step * 5 % 7), WIDTH, generator=generator) for step in range(number)]
 
 
+def of_several_counts() -> list[torch.Tensor]:
+    """Of one length, and several numbers of samples."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 48, WIDTH, generator=generator) for n in (2, 3, 2, 8, 4, 6, 5, 7, 3, 8, 2, 6)]
+
+
 def recomputing(*units: str) -> Callable[[Timeline, int], dict[str, str]]:
     """A plan that goes by no budget."""
     return lambda timeline, _: {each: "recompute" for each in units if (each, "recompute") in timeline.option_index}
@@ -216,8 +226,7 @@ def test_budgets_hold_where_parts_are_called_twice(layer: type[Layer]) -> None:
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_places_in_a_list_are_filled_in_each_step(share: float) -> None:
     """What is tried beside a later step replaces what nobody else holds, and leaves the list as it was."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(n, 48, WIDTH, generator=generator) for n in (2, 3, 2, 8, 4, 6, 5, 7, 3, 8, 2, 6)]
+    batches = of_several_counts()
     plain = train(supervised, batches, None, loss_of)
     budget = plain.budget(share)
     done = train(supervised, batches, budget, loss_of)
@@ -250,10 +259,7 @@ class Outside(Placing):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same shape."""
-        hidden = self.into(x).relu()
-        if len(x) > 4:
-            hidden = nn.functional.gelu(hidden)
-        x = x + self.out(hidden)
+        x = self.changed(x)
         HEADS[self.number] = self.head(x)
         return x
 
@@ -271,8 +277,7 @@ def test_places_in_a_list_of_a_module_of_python_are_filled() -> None:
         model.heads = HEADS
         return model
 
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(n, 48, WIDTH, generator=generator) for n in (2, 3, 2, 8, 4, 6, 5, 7, 3, 8, 2, 6)]
+    batches = of_several_counts()
     plain = train(build, batches, None, loss_of)
     budget = plain.budget(0.7)
     done = train(build, batches, budget, loss_of)
