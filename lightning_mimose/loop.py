@@ -18,7 +18,7 @@ from lightning_mimose.engine.arguments import has_tensors
 from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import LossError, SizeError
-from lightning_mimose.measure.resident import optimized
+from lightning_mimose.measure.optimizers import optimized
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
 from lightning_mimose.report.report import Report

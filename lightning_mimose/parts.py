@@ -103,6 +103,23 @@ def storages_in(tree: Any) -> Iterator[torch.UntypedStorage]:
     return storages_of(leaves_in(tree))
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(4, 4)
+        >>> storage_bytes([weight, weight.T])
+        64
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in plain_parts(tensor):
+            storage = part.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
 def storages_of(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     """The storage of every part of every tensor among the leaves of a structure, in order."""
     for leaf in leaves:

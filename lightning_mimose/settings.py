@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mimose.budget import parse_budget
 from lightning_mimose.errors import BudgetError, LossError, MimoseError
-from lightning_mimose.measure.resident import optimized
+from lightning_mimose.measure.optimizers import optimized
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

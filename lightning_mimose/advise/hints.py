@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_mimose.budget import format_bytes
 from lightning_mimose.measure.cap import expands_segments
-from lightning_mimose.measure.resident import works_in_groups
+from lightning_mimose.measure.optimizers import works_in_groups
 from lightning_mimose.predict.structure import Structure
 
 WORTH_SHARE = 0.02

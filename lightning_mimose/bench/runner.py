@@ -16,7 +16,8 @@ from lightning_mimose.bench.work import Work
 from lightning_mimose.loop import Mimose
 from lightning_mimose.measure.cap import ReservedCap
 from lightning_mimose.measure.others import bytes_beside
-from lightning_mimose.measure.resident import batch_bytes, storage_bytes
+from lightning_mimose.measure.resident import batch_bytes
+from lightning_mimose.parts import storage_bytes
 
 
 class NotRun(Exception):

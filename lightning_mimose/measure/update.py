@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from lightning_mimose.measure.resident import OptimizerCost, ResidentLedger, optimized, probe_optimizer, versions
+from lightning_mimose.measure.optimizers import OptimizerCost, optimized, probe_optimizer
+from lightning_mimose.measure.resident import ResidentLedger, versions
 from lightning_mimose.predict.shapes import Resident
 
 ENOUGH_SIGHTS = 3

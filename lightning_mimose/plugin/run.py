@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import is_out_of_memory
-from lightning_mimose.measure.resident import optimized
+from lightning_mimose.measure.optimizers import optimized
 from lightning_mimose.plugin.retry import Exchanges, RetryHook, keep_logged, why_not
 from lightning_mimose.plugin.support import (
     GradientHabits,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_mimose import MimoseCallback
-from lightning_mimose.measure.resident import probe_optimizer
+from lightning_mimose.measure.optimizers import probe_optimizer
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.architectures import equal, train
 from tests.helpers.fits import Fit, run, same

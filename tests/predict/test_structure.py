@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_mimose import Mimose
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.measure.resident import batch_bytes, storage_bytes
+from lightning_mimose.measure.resident import batch_bytes
+from lightning_mimose.parts import storage_bytes
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.rates import Rates
 from lightning_mimose.predict.shapes import Resident
