@@ -24,8 +24,8 @@ from lightning_mimose.plan.best import small_plan
 from lightning_mimose.plan.cache import PlanCache
 from lightning_mimose.plan.structure import plan_of
 from lightning_mimose.predict.checking import USABLE_ERROR
-from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.misses import MISSED_SHARE
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from lightning_mimose.sizes import BatchSize, is_size
@@ -136,7 +136,7 @@ class Advisor(Student):
                 return Advice(None, None, False)
             proves = self.beyond(prediction) > 0
             if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):
-                proves = self.estimator.beyond_compared(size.dims) > LEAN_REACH
+                proves = self.estimator.trust.beyond_compared(size.dims) > LEAN_REACH
             told_by, actions = 2 * MISSED_SHARE * plan.predicted_peak_bytes, self.actions_of(plan)
             proves = proves or bool(torn_by(prediction, resident, self.timeline_of, actions, told_by))
         peak = self._actual_peak(size, planned, plan, resident)

@@ -15,12 +15,13 @@ from lightning_mimose.plan import Plan
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.checking import GOOD_ERROR
 from lightning_mimose.predict.comparing import Comparing, Comparisons
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.features import varying_dims
 from lightning_mimose.predict.misses import Misses
 from lightning_mimose.predict.paths import joined
 from lightning_mimose.predict.penalties import Penalties
 from lightning_mimose.predict.postures import Postures
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.rows import kept_timeline, levels, whole_bytes
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_mimose.advise.advice import Advice, with_reserve
 from lightning_mimose.advise.forecast import Forecast
 from lightning_mimose.measure.call import RNG_STATE_BYTES
-from lightning_mimose.predict.estimator import Prediction
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.shapes import CallShape, Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.predict.timeline import Timeline

@@ -111,9 +111,9 @@ class Student(Forecast):
             self.estimator.observed.varies or not {OFFLOAD, *SPLITS}.isdisjoint(actions.values()) or -missed <= unseen
         )
         if abs(missed) <= large:
-            self.estimator.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
+            self.estimator.trust.prove(size.dims, lean=not set(GRADES).isdisjoint(actions.values()))
             if prediction is not None:
-                self.estimator.decide(torn_by(prediction, resident, self.timeline_of, actions, 2 * large))
+                self.estimator.trust.decide(torn_by(prediction, resident, self.timeline_of, actions, 2 * large))
         # Others would leave less, if these leave any.
         less = missed <= 0 and not bound and (-missed > large or (-missed > small and left_free > 0))
         if not (more or less or broken):

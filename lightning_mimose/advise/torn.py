@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lightning_mimose.predict.estimator import Prediction
 from lightning_mimose.predict.fit import Blocks
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 

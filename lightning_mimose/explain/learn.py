@@ -21,8 +21,9 @@ from lightning_mimose.engine.core import Engine
 from lightning_mimose.errors import LossError, MimoseError
 from lightning_mimose.explain.samples import MakeBatch, say
 from lightning_mimose.loop import own_loss
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.fits import with_side
+from lightning_mimose.predict.prediction import Prediction
 
 MOST_SIZES = 16
 """Sizes that are run at most."""

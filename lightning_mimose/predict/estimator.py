@@ -9,7 +9,7 @@ and a size outside the range seen, or a fit that leaves residuals, is not truste
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from lightning_mimose.predict.ample import Bounds
 from lightning_mimose.predict.bare import is_contradicted
-from lightning_mimose.predict.checking import GOOD_ERROR, USABLE_ERROR
 from lightning_mimose.predict.features import Relation, varying_dims
-from lightning_mimose.predict.fewer import together
-from lightning_mimose.predict.fit import Blocks, Fit
+from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import Fits, Part, with_batch_of, with_side, with_value
 from lightning_mimose.predict.given import tells_more
 from lightning_mimose.predict.loops import paths_at
@@ -29,42 +27,11 @@ from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.rates import AGAIN_SECONDS, Rates, overlapped
 from lightning_mimose.predict.structure import Structure
+from lightning_mimose.predict.trust import Trust
 from lightning_mimose.sizes import BatchSize
-
-FAR, NEAR = 4.0, 1.25
-"""How many times as large as those that were measured, or as small, sizes may be that a good fit is believed of. The
-second is for one that is no more than usable, and for how large dimensions may be that a fit does without."""
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """What a step of some size is expected to look like.
-
-    Attributes:
-        structure: Its shape.
-        values: Shape (structure.columns,).
-        error: Expected error as a share of the step's peak.
-        trusted: Whether plans may be built on it.
-        doubtful: Grades of lean saves whose peaks do not follow the fit (kernels that change with the size).
-        dims: The named dimensions it is for.
-        reach: The largest of them over the largest that was measured, or proven since; at most 1 where none is larger.
-        others: Predictions of the other paths that such a step may take, or of other shapes on its path; what is said
-            besides holds for all of them.
-        torn: What else it may be rounded up to, and the values then, see `Fit.torn_at`; `values` are those of the
-            larger blocks.
-    """
-
-    structure: Structure
-    values: NDArray[np.float64]
-    error: float
-    trusted: bool
-    doubtful: frozenset[str] = frozenset()
-    dims: Mapping[str, int] = field(default_factory=dict)
-    reach: float = 1.0
-    others: tuple[Prediction, ...] = ()
-    torn: Mapping[Blocks, NDArray[np.float64]] = field(default_factory=dict)
 
 
 class Estimator:
@@ -73,14 +40,15 @@ class Estimator:
     Attributes:
         token: Stands for it: plans that are made by it are none of another's.
         bounds: What steps take at most that no fit describes.
+        trust: How far fits and single sizes are believed.
         shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
         missed_beyond: Sizes for which such a plan broke the budget -> bytes that it was above what it was to reach.
         broke: Sizes of which a planned step broke the budget -> bytes that it was above its prediction, at most.
         verified: Planned steps that were held against its predictions.
 
     Args:
-        patience: Sizes after which a fit with small residuals is used with a margin, for each varying dimension.
-        turns: Dimension -> from which of its values on kernels are others: no fit holds beyond one it has not seen.
+        patience: See `Trust`.
+        turns: See `Trust`.
     """
 
     def __init__(self, patience: int = 5, turns: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
@@ -94,16 +62,11 @@ class Estimator:
         """What is resident besides activations: errors are shares of a step's whole peak."""
         self.adds_to_gradients = False
         """Whether the next step may add to gradients of earlier ones."""
-        self._patience, self._turns = patience, dict(turns)
-        self._enough = 0
-        self._measured_since: set[Key] = set()
+        self.trust = Trust(patience, turns)
         self.observed = Observed()
         self.fits = Fits()
         self._rate: float | None = None
         self.pace = Pace()
-        self._proven: dict[str, int] = {}
-        self._compared: dict[str, int] = {}
-        self._decided: set[Blocks] = set()
 
     def __len__(self) -> int:
         """Number of distinct sizes observed."""
@@ -139,8 +102,7 @@ class Estimator:
         if not self.observed.add(key, structure, Measured(values, maxima, seconds), self.resident_bytes):
             return
         self.observed.note_gradients(key, bare=bare)
-        if len(self) < self._enough:
-            self._measured_since.add(key)
+        self.trust.measured(key, len(self))
         self._rate = None
         self.fits.measured(self.observed.sizes)
         for doubtful in {self.observed.bare, self.observed.oldest}:
@@ -161,7 +123,7 @@ class Estimator:
         """Forget what was measured of a size."""
         key = tuple(sorted(dims))
         self.observed.drop(key)
-        self._measured_since.discard(key)
+        self.trust.dropped(key)
         self._rate = None
         self.fits.measured(self.observed.sizes)
 
@@ -172,15 +134,8 @@ class Estimator:
                 yield dict(key), structure, measured.values
 
     def distrust(self) -> None:
-        """A prediction was wrong: the fit looked better than it was. Ask for two more sizes.
-
-        They may never come: a size that is measured from now on is believed, whatever others there are.
-        """
-        self._enough = len(self) + 2
-        self._measured_since.clear()
-        self._proven.clear()
-        self._compared.clear()
-        self._decided.clear()
+        """A prediction was wrong: see `Trust.lose`."""
+        self.trust.lose(len(self))
 
     def note_broken(self, size: BatchSize, missed_bytes: int) -> None:
         """A planned step of a size broke the budget: what was missing is kept free for this size from now on."""
@@ -206,25 +161,6 @@ class Estimator:
         path = self.observed.loops.path_of(names, structure)
         is_new = bool(known) and path not in known and not any(path.is_part_of(other) for other in known)
         return is_new and self.observed.waits.strange(names)
-
-    def prove(self, dims: Iterable[tuple[str, int]], *, lean: bool) -> None:
-        """Learn that a prediction was right for some dimensions: as good as measured, for `Prediction.reach`.
-
-        Args:
-            dims: The dimensions.
-            lean: Whether units were kept lean; otherwise it says nothing of those, see `beyond_compared`.
-        """
-        for name, value in dims:
-            for known in (self._compared, self._proven) if lean else (self._compared,):
-                known[name] = max(value, known.get(name, 0))
-
-    def decide(self, torn: Iterable[Blocks]) -> None:
-        """Learn that lengths are rounded up to the first of two blocks, and not to the other."""
-        self._decided.update(torn)
-
-    def beyond_compared(self, dims: Iterable[tuple[str, int]]) -> float:
-        """How far dimensions are beyond those of planned steps that came out as predicted, whatever they did."""
-        return max((value / max(1, self._compared.get(name, 0)) for name, value in dims), default=1.0)
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
         """Predict a size; None before anything was observed, or if the batch has other dimensions."""
@@ -295,10 +231,9 @@ class Estimator:
         seen = alike or seen
         if seen and (fitted is None or not fitted.trusted):
             # The same size in steps of several shapes: which one comes next is anybody's guess.
-            trusted = len(seen) == 1 and (key in self._measured_since or len(self) >= self._enough)
             error, values = self.observed.scatter.error_on(structure.path), self.observed.sizes[seen[-1]][key].values
-            usable = USABLE_ERROR * (2 if len(self) >= 2 * self._patience else 1)
-            return Prediction(seen[-1], values, error, trusted and error <= usable, dims=dims)
+            trusted = len(seen) == 1 and self.trust.in_size(key, error, len(self))
+            return Prediction(seen[-1], values, error, trusted, dims=dims)
         return fitted
 
     def _fitted(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
@@ -306,7 +241,8 @@ class Estimator:
         usable: Prediction | None = None
         names, scatter = names_of(key), self.observed.scatter.error_on(structure.path)
         # Where kernels change, sizes on the other side may go by no formula that is right for those on this one.
-        sides = (with_side(name, dims[name], self._turns[name]) for name in self._turns.keys() & dims.keys())
+        turns = self.trust.turns
+        sides = (with_side(name, dims[name], turns[name]) for name in turns.keys() & dims.keys())
         parts: list[Part | None] = [*dict.fromkeys([with_batch_of(key), None]), *sides]
         for part in parts:
             fit = self._fit(structure, part, names)
@@ -317,17 +253,16 @@ class Estimator:
             if not fit.covers(dims):
                 continue
             error = max(fit.error_at(dims, self.resident_bytes), scatter)
-            trusted = self._trusted(fit, error, dims)
-            reach = max(dims[name] / max(1, fit.high[name], self._proven.get(name, 0)) for name in dims)
+            trusted, reach = self.trust.in_fit(fit, error, dims, len(self)), self.trust.reach(fit, dims)
             values = fit.values_at(dims)
-            torn = {blocks: other for blocks, other in fit.torn_at(dims).items() if blocks not in self._decided}
+            torn = {blocks: other for blocks, other in fit.torn_at(dims).items() if blocks not in self.trust.decided}
             prediction = Prediction(structure, values, error, trusted, fit.doubtful, dims, reach, torn=torn)
             if prediction.trusted:
                 return prediction
             best = best or prediction
             # Kernels whose scratch depends on whether a side is even follow no polynomial however many sizes are seen:
             # twice the margin, after twice the patience, is better than no plan ever.
-            if self._trusted(fit, error, dims, times=2) and (usable is None or error < usable.error):
+            if self.trust.in_fit(fit, error, dims, len(self), times=2) and (usable is None or error < usable.error):
                 usable = replace(prediction, trusted=True)
         return usable or best
 
@@ -379,28 +314,6 @@ class Estimator:
         """The same, unless it comes late."""
         fit = self._fit(structure, part, names)
         return None if self.fits.is_late else fit
-
-    def _trusted(self, fit: Fit, error: float, dims: Mapping[str, int], times: int = 1) -> bool:
-        """Whether plans may be built on a fit; `times` as large an error is usable after as many times the patience."""
-        if len(self) < self._enough:
-            return False
-        dimensions = len(fit.basis.dims) + len(fit.unused)
-        if error <= GOOD_ERROR:
-            reach = FAR
-        elif error <= times * USABLE_ERROR and fit.sizes >= times * self._patience * max(1, dimensions):
-            reach = NEAR
-        else:
-            return False
-        for name in self._turns.keys() & dims.keys():
-            if any(
-                fit.high[name] < turn <= dims[name] or dims[name] < turn <= fit.low[name] for turn in self._turns[name]
-            ):
-                return False
-        # What is left out has decided next to nothing so far: not much more of it, one by one and all together.
-        if fit.unused and together(dims, fit.unused, fit.high) > NEAR * fit.most_unused:
-            return False
-        most = {name: value * (NEAR if name in fit.unused else reach) for name, value in fit.high.items()}
-        return all(fit.low[name] / reach <= value <= most[name] for name, value in dims.items())
 
     def seconds_per_operation(self) -> float:
         """Rate of recomputation on this device, over all regions of each structure's largest batch; a guess before.

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_mimose.measure.observe import Observation, observe
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.features import BLOCKS
 from lightning_mimose.predict.fitting import best_fit
+from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
 from tests.helpers.recording import recorded
@@ -519,7 +520,7 @@ def test_smaller_blocks_that_describe_what_was_seen_as_well_are_told() -> None:
     assert found.values.sum() > padded(otherwise).sum()
     (values,) = found.torn.values()
     np.testing.assert_allclose(values, padded(otherwise), rtol=1e-6)
-    estimator.decide(found.torn)
+    estimator.trust.decide(found.torn)
     assert not predicted(estimator, otherwise).torn
     settled = learnt([*text(52, 20, 64, 32, 18, 24), otherwise], padded)
     for size in text(44, 58, 12):

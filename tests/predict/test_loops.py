@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_mimose.predict.estimator import Estimator, Prediction
+from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.folding import fold
 from lightning_mimose.predict.loops import paths_at, rise_with_size
 from lightning_mimose.predict.paths import Key, Path
+from lightning_mimose.predict.prediction import Prediction
 from tests.helpers.rounds import CHUNK, Chunked, Nested, Writing
 from tests.predict.test_folding import document_step, folded, step
 
