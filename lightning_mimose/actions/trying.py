@@ -175,11 +175,11 @@ class Findings:
         session, different = self._session, self._sites.different
         session.surprised |= not saves.spoiled <= session.spoiled
         session.spoiled |= saves.spoiled
-        session.compared |= saves.compared
+        session.compared |= saves.verdicts.compared
         session.comparisons.made(self._name, *saves.compared_in)
         if saves.took:
             session.read.add((self._name, session.is_lean(self._name)))
-        if saves.differed:
+        if saves.verdicts.differed:
             session.surprised = True
             names = {place.made_by or "a mask" for place in different if place.made_by != RETURNED}
             if names:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_mimose.actions.lean.handles import Rebuilt
+from lightning_mimose.menu import MASKS
 
 PIECE = 1 << 20
 """Elements of a mask that are packed or unpacked at once: all of them would be more memory, for a moment."""
@@ -94,3 +95,26 @@ class Mask(Rebuilt):
         size = max(1, PIECE // 64)  # it makes eight bytes of each, as an index
         for start in range(0, len(bits), size):
             np.take(table, bits[start : start + size], out=out[start : start + size], mode="clip")
+
+
+def mask_of(tensor: torch.Tensor, dropout: float | None, *, packs: bool) -> Mask | None:
+    """What stands for a tensor that no operation with a gradient made; None if it is no mask.
+
+    Args:
+        tensor: The tensor.
+        dropout: The probability of the dropout that runs, if one does.
+        packs: See `Mask`.
+    """
+    if tensor.requires_grad:
+        return None
+    if tensor.dtype == torch.bool:
+        return Mask(tensor, 1.0, MASKS, packs=packs)
+    if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
+        return None
+    return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=packs)
+
+
+@lru_cache(maxsize=64)
+def _kept_number(dropout: float, dtype: torch.dtype, device: torch.device) -> float:
+    """What a dropout's mask has where it is not 0, as torch makes it in the tensor's own precision: drawn, divided."""
+    return torch.ones((), dtype=dtype, device=device).div_(1 - dropout).item()

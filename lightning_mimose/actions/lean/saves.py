@@ -10,14 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_mimose.actions.lean.comparison import rebuilds
 from lightning_mimose.actions.lean.handles import (
     Handle,
     Kept,
@@ -30,12 +28,13 @@ from lightning_mimose.actions.lean.handles import (
 )
 from lightning_mimose.actions.lean.late import Late, WaitingRoom
 from lightning_mimose.actions.lean.lost import in_vain
-from lightning_mimose.actions.lean.masks import Mask
+from lightning_mimose.actions.lean.masks import mask_of
 from lightning_mimose.actions.lean.recipe import Recipe
 from lightning_mimose.actions.lean.returned import Result, Returned, state_of
 from lightning_mimose.actions.lean.sites import BUSY, SURE, Place, Sites, Spot
 from lightning_mimose.actions.lean.storages import Storages
 from lightning_mimose.actions.lean.values import Key, Values
+from lightning_mimose.actions.lean.verdicts import Verdicts, place_of
 from lightning_mimose.menu import MASKS
 from lightning_mimose.parts import leaves_in
 
@@ -65,15 +64,12 @@ class LeanSaves:
     """Takes over what one call of a unit saves.
 
     Attributes:
-        compared: Whether a place was met for the first time, so that its tensor was there twice.
-        differed: Whether it could not be rebuilt bit for bit.
+        verdicts: Which recipes gave the same bits, and what was compared for that.
         notes: What operations were called with.
         took: Whether it has saved what another unit had returned.
         taken: By what that is rebuilt.
         spoiled: Units whose results were changed before this one saved them.
         lowered: In a survey, what lower grades have from now on, although its tensor was gone before.
-        unmet: In a survey, what would have been compared, for its place was not met before.
-        met: In a survey or a trial (unless only what it decides counts), where something is rebuilt, and what by.
 
     Args:
         sites: What is known about the unit's places.
@@ -110,6 +106,7 @@ class LeanSaves:
         self._count = 0
         self._storages: dict[int, tuple[Any, Handle | None, Any]] = {}
         self._settles = applies and settles and told is None
+        self.verdicts = Verdicts(sites, grade, applies=applies, notes=not self._settles)
         self._kept_in_vain: list[tuple[Spot, tuple[Handle | None, ...]]] = []
         self._rebuilt_here: list[Handle] = []
         self._waiting = WaitingRoom()
@@ -117,12 +114,10 @@ class LeanSaves:
         """What was missing for the latest tensor that was looked for in vain."""
         self._in_vain = False
         """Whether there was no recipe for the latest tensor, whatever its size."""
-        self.compared = self.differed = self.took = False
+        self.took = False
         self.taken: list[Rebuilt] = []
         self.spoiled: set[str] = set()
         self.lowered: list[Recipe] = []
-        self.unmet: list[Handle] = []
-        self.met: list[tuple[Place, Handle]] = []
 
     @property
     def compared_in(self) -> tuple[int, int]:
@@ -183,8 +178,7 @@ class LeanSaves:
         self._kept_in_vain.clear()
         self._rebuilt_here.clear()
         self.lowered.clear()
-        self.unmet.clear()
-        self.met.clear()
+        self.verdicts.close()
 
     def pack(self, tensor: torch.Tensor, *, is_lost: bool = False) -> Handle | Use:
         """What is kept for a tensor that an operation saves.
@@ -254,8 +248,8 @@ class LeanSaves:
             if not isinstance(found, Recipe) or found.is_kept or not self._is_worth(found):
                 continue
             kept = late.value()
-            place = _place(each.number, each.key[0], found, kept)
-            if not self._is_right(place, found, kept):
+            place = place_of(each.number, each.key[0], found, kept)
+            if not self.verdicts.is_right(place, found, kept):
                 continue
             late.become(found)
             if each.spots:
@@ -302,8 +296,8 @@ class LeanSaves:
         if known is not None and not isinstance(known, Kept) and tensor.dtype == base.dtype:
             handle = known if base is tensor else View(known, tensor)
             if not known.is_kept:
-                place = _place(self._count, node, handle, base)
-                handle = handle if self._is_right(place, handle, tensor) else None
+                place = place_of(self._count, node, handle, base)
+                handle = handle if self.verdicts.is_right(place, handle, tensor) else None
         if handle is None:
             handle = Kept(tensor)  # with a version of its own
             known = handle if base is tensor else Kept(base)
@@ -326,7 +320,7 @@ class LeanSaves:
             place = Place(self._count, RETURNED, 0)
             if place not in self._sites.checked and result.has_bits_of(base):
                 self._sites.checked.add(place)  # without the memory of another copy
-            handle = handle if self._is_right(place, handle, tensor) else None
+            handle = handle if self.verdicts.is_right(place, handle, tensor) else None
         if handle is None:
             self.spoiled.add(result.unit)
         elif result.handle not in self.taken:
@@ -346,7 +340,7 @@ class LeanSaves:
             if only is not None and base.untyped_storage() is not only:
                 continue
             recipe = self._result(base, node, base.output_nr)
-            if recipe is not None and self._is_right(_place(-1 - number, node, recipe, base), recipe, base):
+            if recipe is not None and self.verdicts.is_right(place_of(-1 - number, node, recipe, base), recipe, base):
                 yield base, recipe
 
     def compare_results(self, out: Any) -> None:
@@ -368,7 +362,7 @@ class LeanSaves:
         Args:
             lost: Tells, when it is closed, which storages only such parts of the graph have saved as are gone by now.
         """
-        met = list(self.met)
+        met = list(self.verdicts.met)
         self.close()  # nodes that it knows are not gone
         self._sites.vain.update(in_vain(met, lost()))
 
@@ -398,7 +392,7 @@ class LeanSaves:
         if base.storage_offset() != 0 or storage.nbytes() != base.nbytes:
             return None
         if node is None:
-            found = self._mask(base)
+            found = mask_of(base, self.notes.dropout, packs=self._applies) if self._grade >= MASKS else None
         elif self.notes.is_result(base):
             found = self._values.rebuilt(node, output, 0, is_contiguous=base.is_contiguous())
             if found is None:
@@ -413,43 +407,6 @@ class LeanSaves:
             isinstance(found, Recipe) and found.widest_bytes > WIDEST * found.nbytes
         )
 
-    def _is_right(self, place: Place, handle: Handle, tensor: torch.Tensor) -> bool:
-        """By a comparison, the first time that the place is met."""
-        sites = self._sites
-        if sites.vain and self._grade < sites.vain.get(place, 0):
-            return False
-        is_known = place in sites.checked
-        if not is_known and place in sites.different:
-            return False
-        if not self._settles:
-            self.met.append((place, handle))
-        if is_known:
-            return True
-        if not self._applies:
-            self.unmet.append(handle)
-            return True
-        self.compared = True
-        same = rebuilds(handle, tensor)
-        (sites.checked if same else sites.different).add(place)
-        self.differed |= not same
-        return same
-
-    def _mask(self, tensor: torch.Tensor) -> Handle | None:
-        if self._grade < MASKS or tensor.requires_grad:
-            return None
-        if tensor.dtype == torch.bool:
-            return Mask(tensor, 1.0, MASKS, packs=self._applies)
-        dropout = self.notes.dropout
-        if dropout is None or not tensor.is_floating_point() or tensor._version != 2 or dropout >= 1:
-            return None
-        return Mask(tensor, _kept_number(float(dropout), tensor.dtype, tensor.device), MASKS, packs=self._applies)
-
-
-def _place(number: int, node: Any, handle: Handle, base: torch.Tensor) -> Place:
-    """Of another layout it is another place: what is compared in one may be wrong in the other."""
-    identity = handle.identity if base.is_contiguous() else ~handle.identity
-    return Place(number, "" if node is None else node.name(), identity)
-
 
 def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """The tensors with gradients that a unit returned, or that it returned views of, and the nodes that made them."""
@@ -461,9 +418,3 @@ def _made_in(out: Any) -> Iterator[tuple[torch.Tensor, Any]]:
             if node is not None and is_plain(base) and base.untyped_storage()._cdata not in known:
                 known.add(base.untyped_storage()._cdata)
                 yield base, node
-
-
-@lru_cache(maxsize=64)
-def _kept_number(dropout: float, dtype: torch.dtype, device: torch.device) -> float:
-    """What a dropout's mask has where it is not 0, as torch makes it in the tensor's own precision: drawn, divided."""
-    return torch.ones((), dtype=dtype, device=device).div_(1 - dropout).item()

@@ -159,7 +159,8 @@ class LeanSurvey:
             self._watching = False
             self._look_back()
             self._items = tuple(self._item(found) for found in self._found)
-            new_bytes = max((comparing_bytes(handle, on_host=self._on_host) for handle in self._saves.unmet), default=0)
+            unmet = self._saves.verdicts.unmet
+            new_bytes = max((comparing_bytes(handle, on_host=self._on_host) for handle in unmet), default=0)
             all_bytes = max((item.comparing_bytes for item in self._items), default=0)
             self._tell(len(self._packs), new_bytes, all_bytes)
             for surveyed in self._surveyed:
