@@ -30,7 +30,7 @@ from lightning_mimose.actions.split import CannotSplitError, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trying import Findings
-from lightning_mimose.measure.collector import Region
+from lightning_mimose.measure.region import Region
 from lightning_mimose.menu import CHUNKS, GRADES, INSIDE, OFFLOAD, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.units import Unit, is_compiled

@@ -14,6 +14,7 @@ RNG_STATE_BYTES = torch.get_rng_state().nbytes
 """A region keeps the state of the host's generator besides its inputs."""
 Left = Mapping[tuple[int, str], Sequence[torch.Tensor]]
 """Activations that a call has left in attributes, by identity of the module and name."""
+NOTHING_LEFT: Left = {}
 
 
 def call_key(unit: str, occurrence: int) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, Left
+from lightning_mimose.measure.call import NOTHING_LEFT, RNG_STATE_BYTES, Call, Left
 from lightning_mimose.measure.casts import CachedCasts
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve, GradientBytes
 from lightning_mimose.measure.cycles import Cycles
+from lightning_mimose.measure.region import Region
 from lightning_mimose.measure.replay import Replays, Survey
 from lightning_mimose.measure.saved import saved_in_graph
 from lightning_mimose.measure.standins import StandIns
@@ -29,8 +30,6 @@ from lightning_mimose.measure.trace import GOES, IS_GONE, IS_OVER, LET_GO, StepT
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.predict.shapes import NEVER
-
-NOTHING_LEFT: Left = {}
 
 
 class StepRecorder:
@@ -126,7 +125,7 @@ class StepRecorder:
 
         But for inputs of regions whose graph somebody keeps.
         """
-        kept = [region._call for region in (each() for each in self._regions) if region is not None]
+        kept = [region.call for region in (each() for each in self._regions) if region is not None]
         self._outlived = self._storages.alive().difference(*(call.inputs for call in kept))
 
     @property
@@ -382,37 +381,3 @@ class StepRecorder:
         """A region's forward has returned."""
         self._stack.pop()
         self.leave(call, out, left)
-
-
-class Region:
-    """Observes the runs of one recomputed call (see `actions.recompute.RegionObserver`), which may outlive the step."""
-
-    stops_early = False
-
-    def __init__(self, recorder: StepRecorder, call: Call, survey: Survey | None = None) -> None:
-        self._recorder = weakref.ref(recorder)
-        self._call, self._survey = call, survey
-
-    def forward_run(self) -> AbstractContextManager[None]:
-        """`StepRecorder.enter` has opened the call."""
-        recorder = self._recorder()
-        return nullcontext() if recorder is None else recorder.region_forward(self._survey)
-
-    def recompute_run(self, given: Sequence[Any], results: list[Any]) -> AbstractContextManager[None]:
-        """Count what the recomputation saves, as long as the step is being recorded."""
-        recorder = self._recorder()
-        return nullcontext() if recorder is None else recorder.replays.of(self._call, self._survey, results)
-
-    def recomputed(self, out: Any, left: Callable[[], Left]) -> None:
-        """Remember which storages the recomputation returned, and left in attributes."""
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.region_again(self._call, out, left())
-            if self._survey is not None and recorder.replays.running:
-                self._survey.returned(out)
-
-    def close(self, out: Any, left: Left = NOTHING_LEFT) -> None:
-        """The forward has returned, and left activations in attributes."""
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.region_left(self._call, out, left)
