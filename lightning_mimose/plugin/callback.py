@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MOST_LEARNT = 4
 """Sets of trained parameters whose steps are remembered, where another one begins an epoch."""
+LENT = "log", "log_dict"
+"""Methods of the model that Lightning lends every callback for one run, which keep it alive."""
 
 
 class MimoseCallback(Callback):
@@ -344,9 +346,14 @@ class MimoseCallback(Callback):
             run.close()
 
     def _let_go(self) -> None:
-        """Drop the methods of the model that Lightning lends every callback for one run, which keep it alive."""
-        vars(self).pop("log", None)
-        vars(self).pop("log_dict", None)
+        """Give back what was lent."""
+        for name in LENT:
+            vars(self).pop(name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled, knows what was learnt, and takes no part in the run that goes on."""
+        state = {name: value for name, value in vars(self).items() if name not in LENT}
+        return {**state, "_run": None}
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -139,15 +141,25 @@ def test_optimizers_that_stay_are_watched_once(monkeypatch: pytest.MonkeyPatch) 
     assert all(seen)
 
 
-def test_the_callback_can_be_copied_in_mid_run() -> None:
-    """As some callbacks copy the trainer's others, or all of a module."""
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_the_callback_can_be_copied_in_mid_run(copied: Callable[[MimoseCallback], MimoseCallback]) -> None:
+    """As some callbacks copy the trainer's others, or all of a module; the copy has no part in the run."""
     callback, copies = MimoseCallback("1GB"), list[MimoseCallback]()
 
     class Copying(Task):
         def on_train_batch_end(self, *_: Any) -> None:
             """In every step."""
-            copies.append(copy.deepcopy(callback))
+            copies.append(copied(callback))
+            copies[-1].teardown(self.trainer, self, "fit")
 
     quiet_trainer(callback).fit(Copying(TinyText()), loader(batches("text", 3)))
-    assert len(copies) == 3
-    assert len(copies[-1].records) == 3
+    assert len(copies) == len(callback.records) == 3
+    assert all(record.measured_peak_bytes for record in callback.records)
+    size, latest = callback.records[0].size, copies[-1]
+    assert latest.plan(size) == callback.plan(size)
+    sheltered = []
+    for each in (latest, callback):
+        quiet_trainer(each).fit(Copying(TinyText()), loader(batches("text", 3)))
+        sheltered.append([record.sheltered for record in each.records][-3:])
+    assert sheltered[0] == sheltered[1]
+    assert not all(sheltered[0])
