@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 import warnings
@@ -672,6 +673,32 @@ def test_nothing_is_left_after_closing(name: str) -> None:
         mimose.step(batch)
     mimose.close()
     mimose.close()
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_that_is_dropped_without_being_closed_leaves_nothing(inside: bool) -> None:
+    """Nobody can close it any more; also where sizes are read when the model is called. Another one takes its place."""
+    model = gpt2()
+    before = traces(model)
+    batches = batches_of("gpt2", 3)
+
+    def numbered(model: nn.Module, number: torch.Tensor) -> torch.Tensor:
+        return model_loss(model, batches[int(number)])
+
+    def train() -> None:
+        mimose = Mimose(model, budget="1GB", optimizer=adam(model), loss_fn=numbered if inside else model_loss)
+        for number, batch in enumerate(batches):
+            mimose.step(torch.tensor(number) if inside else batch)
+        assert traces(model) != before
+
+    train()
+    gc.collect()
+    assert traces(model) == before
+    train()
+    with Mimose(model, budget="1GB", optimizer=adam(model)) as mimose:
+        mimose.step(batches[0])
+    gc.collect()
     assert traces(model) == before
 
 

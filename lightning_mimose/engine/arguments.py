@@ -42,27 +42,22 @@ def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether there are tensors in it."""
-    return bool(_leaves(value))
+    """Whether there are tensors in it that have dimensions."""
+    return bool(leaves_in(value))
 
 
-def _leaves(value: Any) -> list[Leaf]:
-    try:
-        return leaves_of(value)
-    except SizeError:
-        return []
-
-
-def leaves_in(given: Mapping[str, Any]) -> list[Leaf]:
-    """The tensors among arguments: none, where none of them has dimensions.
+def leaves_in(given: Any) -> list[Leaf]:
+    """The tensors among arguments, say: none, where none of them has dimensions.
 
     Example:
         >>> import torch
         >>> leaves_in({"ids": torch.zeros(2, 3), "scale": torch.tensor(1.0), "name": "a"})
         [('ids', torch.Size([2, 3])), ('scale', torch.Size([]))]
     """
-    leaves = _leaves(given)
-    return leaves if any(shape for _, shape in leaves) else []
+    try:
+        return leaves_of(given)
+    except SizeError:
+        return []
 
 
 def has_lists(given: Mapping[str, Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -67,13 +69,18 @@ class Attachment:
         self._left_out: set[str] = set()
         self._told: set[str] = set()
         self._gave_way = False
+        self._undo: weakref.finalize[..., Attachment] | None = None
+        """Leaves the model as it was; called when the training is dropped without being closed, too."""
 
     def attach(self) -> None:
         """Patch the units, and switch off what would defeat them.
 
         Raises:
             UnitsError: Every unit is checkpointed already.
+            UnsupportedError: Another training has patched them.
         """
+        if any(is_patched(unit.module) for unit in self._units):
+            gc.collect()  # by one that was dropped, maybe
         if any(is_patched(unit.module) for unit in self._units):
             raise UnsupportedError(
                 f"{type(self._model).__name__} is planned by another Mimose or MimoseCallback already. Close that one "
@@ -101,6 +108,9 @@ class Attachment:
                 "block instead (block.compile()), or use torch._functorch.config.activation_memory_budget.",
                 stacklevel=4,
             )
+        modules = [weakref.ref(unit.module) for unit in usable]
+        self._undo = weakref.finalize(self, _restore, modules, self._caches, self._cap)
+        self._undo.atexit = False
         self._caches.off(self._model)
         self._cap.apply()
         self._patched = tuple(usable)
@@ -190,9 +200,17 @@ class Attachment:
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        with ExitStack() as last:  # each of these runs, whatever another one raises
-            last.callback(self._cap.restore)
-            last.callback(self._caches.restore)
-            for unit in self._patched:
-                last.callback(unpatch, unit.module)
+        try:
+            if self._undo is not None:
+                self._undo()
+        finally:
             self._patched, self._places, self._held = (), _Places([], []), []
+
+
+def _restore(modules: Sequence[weakref.ref[nn.Module]], caches: CacheSwitch, cap: ReservedCap) -> None:
+    with ExitStack() as last:  # each of these runs, whatever another one raises
+        last.callback(cap.restore)
+        last.callback(caches.restore)
+        for ref in modules:
+            if (module := ref()) is not None:
+                last.callback(unpatch, module)

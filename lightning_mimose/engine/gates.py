@@ -41,23 +41,34 @@ class Gates:
         outermost = [unit.name for unit in units if unit.parent < 0]
         around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
         self._gates = {name: model.get_submodule(name) for name in sorted(around)}
-        self._patched: list[nn.Module] = []
+        self._undo: weakref.finalize[..., Gates] | None = None
+        """Leaves the model as it was; called when the training is dropped without being closed, too."""
 
     def attach(self, taker: Calls) -> None:
         """Tell of calls from now on, unless it is done already."""
-        if self._patched:
+        if self._undo is not None:
             return
+        patched: list[weakref.ref[nn.Module]] = []
+        self._undo = weakref.finalize(self, _unpatch, patched)
+        self._undo.atexit = False
         for name, gate in self._gates.items():
             # One module may have several names, and a list of blocks is not called.
             if not (is_compiled(gate) or is_patched(gate) or type(gate).forward is nn.Module.forward):
                 switch = _Gate(taker, name, positional_names(type(gate).forward))
                 patch(gate, switch.around, switch)
-                self._patched.append(gate)
+                patched.append(weakref.ref(gate))
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        while self._patched:
-            unpatch(self._patched.pop())
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def _unpatch(modules: list[weakref.ref[nn.Module]]) -> None:
+    while modules:
+        if (module := modules.pop()()) is not None:
+            unpatch(module)
 
 
 class _Gate:

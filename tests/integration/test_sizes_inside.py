@@ -8,6 +8,7 @@ import inspect
 import pickle
 import random
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ from tests.helpers.inside import (
 )
 from tests.helpers.loops import plain_step
 from tests.helpers.meter import MeterCallback
-from tests.helpers.models import Block, Task, TinyText, loader, quiet_trainer
+from tests.helpers.models import Block, Task, TinyText, loader, quiet_trainer, text_batch
+from tests.helpers.recording import model_loss
 
 WAYS = "How people train"
 CONFORMING = {
@@ -453,6 +455,22 @@ class Worded(nn.Module):
         """Of batch x features, their mean."""
         x: torch.Tensor = self.body(tokens(batch)).mean()
         return x
+
+
+@pytest.mark.parametrize("wrap", [lambda number: number, lambda number: {"seed": number, "name": "ab"}])
+def test_batches_of_single_numbers_tell_no_size(wrap: Callable[[torch.Tensor], Any]) -> None:
+    """A seed, say: sizes are read where the model is called, as where there is no tensor at all."""
+    model, lengths = TinyText(), (24, 40, 32, 56, 48, 64)
+
+    def drawn(model: nn.Module, batch: Any) -> torch.Tensor:
+        number = batch if isinstance(batch, torch.Tensor) else batch["seed"]
+        return model_loss(model, text_batch(4, lengths[int(number)]))
+
+    with Mimose(model, budget="1GB", loss_fn=drawn) as mimose:
+        for number in range(len(lengths)):
+            mimose.step(wrap(torch.tensor(number)))
+    assert [record.size for record in mimose.records] == [{"batch": 4, "input_ids:1": each} for each in lengths]
+    assert not mimose.records[-1].sheltered
 
 
 def test_where_nothing_is_given_a_tensor_the_error_says_so() -> None:
