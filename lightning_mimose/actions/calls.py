@@ -30,10 +30,13 @@ from lightning_mimose.actions.split import CannotSplitError, run_split
 from lightning_mimose.actions.state import WrittenState
 from lightning_mimose.actions.stored import Place, left_in
 from lightning_mimose.actions.trying import Findings
+from lightning_mimose.errors import RecomputeError
 from lightning_mimose.measure.region import Region
 from lightning_mimose.menu import CHUNKS, GRADES, INSIDE, OFFLOAD, RECOMPUTE_LEAN, SPLITS
 from lightning_mimose.parts import leaves_in, storages_in
 from lightning_mimose.units import Unit, is_compiled
+
+RAISED = "its forward ends in an error that is caught outside"
 
 
 def patch_unit(unit: Unit, session: Session) -> None:
@@ -272,15 +275,19 @@ class _Calls:
         self._note_given(leaves)
         out: Any = None
         left: dict[Place, list[torch.Tensor]] = {}
-        ran, began, thread = False, torch._C._autograd._get_sequence_nr(), get_ident()
+        ran, returned, began, thread = False, False, torch._C._autograd._get_sequence_nr(), get_ident()
 
         def tracked(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            nonlocal ran
+            nonlocal ran, returned
             if not ran:  # torch before 2.13 makes one to hold what the region is given
                 session.own_nodes += torch._C._autograd._get_sequence_nr() - began
                 ran = True
                 with nullcontext() if recorder is None or self._compiled else state.watched():
-                    return original(*inner_args, **inner_kwargs)
+                    found = original(*inner_args, **inner_kwargs)
+                returned = True
+                return found
+            if not returned:
+                raise RecomputeError({name: RAISED})
             session.latest = name
             # A backward in the midst of the forward: what is counted there is counted in its thread.
             with session.counting_own() if get_ident() == thread else nullcontext():

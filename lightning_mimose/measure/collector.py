@@ -215,12 +215,13 @@ class StepRecorder:
             return self.replays.run_inside(unit, original, args, kwargs, left)
         call = self.enter(unit, "keep", args, kwargs)
         call.copied_bytes, call.stashed_bytes = copied_bytes(), stashed_bytes()
+        out: Any = None
         try:
             out = original(*args, **kwargs)
-        finally:
+            return out
+        finally:  # whoever calls it may catch its error, and go another way
             self._stack.pop()
-        self.leave(call, out, left() if self._in_region else NOTHING_LEFT)
-        return out
+            self.leave(call, out, left() if self._in_region else NOTHING_LEFT)
 
     def has_called(self, unit: str) -> bool:
         """Whether a unit was called in this step."""

@@ -249,3 +249,74 @@ def test_a_forward_can_ask_whether_it_runs_again() -> None:
     Telling.told.clear()
     train(lambda: Net(Telling), data(), NAMES)
     assert Telling.told == once
+
+
+class Stop(Exception):
+    """Ends a forward in its midst."""
+
+
+class Features(Net):
+    """Takes features out of the midst of its last block, and stops there: a hook raises what the model catches."""
+
+    def __init__(self) -> None:
+        super().__init__(Base)
+        self.read = nn.Linear(4 * blocks.WIDTH, blocks.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        found: list[torch.Tensor] = []
+
+        def stop(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            found.append(out)
+            raise Stop
+
+        handle = self.blocks[-1].up.register_forward_hook(stop)
+        x = self.embed(x)
+        try:
+            for block in self.blocks:
+                x = block(x)
+        except Stop:
+            x = self.read(found.pop())
+        finally:
+            handle.remove()
+        return SimpleNamespace(loss=self.head(x).pow(2).mean())
+
+
+@pytest.mark.conformance(AREA, "a block that a hook of the user's stops in its midst", "guarded")
+def test_a_forward_that_is_stopped_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its recomputation would raise the same in backward, where nobody catches it."""
+    caplog.set_level(logging.INFO, "lightning_mimose")
+    plain, losses, _ = train(Features, data())
+    model, ours, mimose = train(Features, data(), NAMES)
+    assert mimose is not None
+    assert ours == losses
+    assert everything(model) == everything(plain)
+    assert mimose.records[-1].actions.keys() == {"blocks.0", "blocks.1"}
+    assert any("never recomputed: blocks.2 (its forward ends in an error" in line for line in caplog.messages)
+
+
+class Asking(Net):
+    """Calls its blocks with an argument that they do not take, and without it after that."""
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        x = self.embed(x)
+        for block in self.blocks:
+            try:
+                x = block(x, lengths=None)
+            except TypeError:
+                x = block(x)
+        return SimpleNamespace(loss=self.head(x).pow(2).mean())
+
+
+@pytest.mark.conformance(AREA, "blocks whose errors the model catches", "guarded")
+def test_calls_that_end_in_an_error_are_measured() -> None:
+    """As calls that kept nothing."""
+    plain, losses, _ = train(lambda: Asking(Base), data())
+    model, ours, mimose = train(lambda: Asking(Base), data(), NAMES)
+    assert mimose is not None
+    assert ours == losses
+    assert everything(model) == everything(plain)
+    planned = [record for record in mimose.records if not record.sheltered]
+    assert len(planned) >= 6
+    assert all(
+        record.measured_peak_bytes in (None, pytest.approx(record.predicted_peak_bytes, rel=0.01)) for record in planned
+    )
