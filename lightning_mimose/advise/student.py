@@ -158,7 +158,8 @@ class Student(Forecast):
         """
         prediction = self.estimator.predict(dict(size.dims))
         acting = [unit for unit, action in actions.items() if action != KEEP]
-        news = prediction is not None and self.estimator.observed.refine(prediction.structure, fates, acting)
+        observed, key = self.estimator.observed, tuple(sorted(size.dims))
+        news = prediction is not None and observed.refine(prediction.structure, key, fates, acting)
         if news:
             self._forget_plans()
         return news

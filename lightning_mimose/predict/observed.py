@@ -210,15 +210,38 @@ class Observed:
         return self.sizes[structure]
 
     def refine(
-        self, structure: Structure, fates: Mapping[frozenset[str], Sequence[str | None]], acting: Collection[str]
+        self,
+        structure: Structure,
+        key: Key,
+        fates: Mapping[frozenset[str], Sequence[str | None]],
+        acting: Collection[str],
     ) -> bool:
-        """Learn from a planned step which inputs live longer, see `Structure.contradicted`; whether there are any."""
+        """Learn from a planned step which inputs live longer, see `Structure.contradicted`; whether there are any.
+
+        Not of inputs that units save themselves in steps of another shape, where this may have been one.
+        """
+        for other in self._may_have_been(structure, key):
+            loose = {frozenset(other.calls[index].key for index in each.given) for each in other.loose}
+            fates = {calls: last for calls, last in fates.items() if calls in loose}
         refined = structure.contradicted(fates, acting)
         if refined is None or refined not in self.sizes:
             return False
         self._known_as(refined)
         self._handing = None
         return True
+
+    def _may_have_been(self, structure: Structure, key: Key) -> Iterator[Structure]:
+        """Other shapes on the same path, that a step which was planned by one may have had: batches as large had them.
+
+        The transposes of a batch of one are no copies: units save what they are given in their place.
+        """
+        batch = dict(key).get("batch")
+        if key in self.sizes.get(structure, {}):
+            return
+        for other, known in self.sizes.items():
+            as_large = any(dict(each).get("batch") == batch for each in known)
+            if as_large and other != structure and other.path == structure.path:
+                yield other
 
     @property
     def handing(self) -> Handing:

@@ -878,3 +878,34 @@ def test_results_that_are_let_go_of_one_after_the_other_count_once(action: str, 
     planned = planned_peaks(done)
     assert len(planned) >= 5
     assert all(abs(predicted - peak) <= (0.01 if collects else 0.001) * peak for predicted, peak in planned)
+
+
+class Encoders(nn.Module):
+    """Layers as torch has them: the transposes of a batch of one are no copies; they save what they are given."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        make = partial(nn.TransformerEncoderLayer, 32, 2, 64, dropout, batch_first=True)
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_batches_of_one_tell_nothing_of_what_others_hold(dropout: float) -> None:
+    """Planned as others are, they still have what these let go of."""
+    chance = random.Random(0)
+    sizes = [(1, 64), (3, 8), (4, 64), (1, 24), (4, 48), (3, 8), (3, 64), (2, 56), (1, 32)]
+    sizes += [(chance.randint(1, 4), chance.randrange(8, 65, 8)) for _ in range(17)]
+    data = [{"x": torch.randn(*size, 32)} for size in sizes]
+    plain = train(partial(Encoders, dropout), data, None, lambda model, batch: model(batch["x"]))
+    build, budget = partial(Encoders, dropout), plain.budget(0.7)
+    done = train(build, data, budget, lambda model, batch: model(batch["x"]))
+    assert max(done.peaks) <= budget
+    planned = planned_peaks(done)
+    assert len(planned) >= 15
+    assert all(abs(predicted - peak) <= 0.01 * peak for predicted, peak in planned)
+    assert sum(abs(predicted - peak) > 0.002 * peak for predicted, peak in planned) <= 4
