@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--budget", default="130MB", help='as Mimose takes it: "130MB", "60%%", 0.6, ...')
     parser.add_argument("--steps", type=int, default=40, help="training steps")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps is at least 1")
 
     torch.manual_seed(7)
     config = GPT2Config(

@@ -132,6 +132,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="training steps per run")
     parser.add_argument("--plots", metavar="DIR", help="draw the report's plots here")
     args = parser.parse_args()
+    if args.steps < 1 or not 0 < args.share <= 1:
+        parser.error("--steps is at least 1, and --share above 0 and at most 1")
     if args.budget:  # said now, not after the plain run
         try:
             MimoseCallback(budget=args.budget)

@@ -20,7 +20,7 @@ from sklearn.datasets import load_sample_images
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from lightning_mimose import MimoseCallback
+from lightning_mimose import MimoseCallback, MimoseError
 
 
 class MultiScaleCrops(IterableDataset[dict[str, torch.Tensor]]):
@@ -77,10 +77,15 @@ def main() -> None:
     parser.add_argument("--budget", default="75MB", help='as MimoseCallback takes it: "75MB", "60%%", 0.6, ...')
     parser.add_argument("--steps", type=int, default=40, help="batches in the one epoch")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps is at least 1")
+    try:
+        mimose = MimoseCallback(budget=args.budget)
+    except MimoseError as error:
+        parser.error(str(error))
     warnings.filterwarnings("ignore", ".*does not have many workers")
 
     pl.seed_everything(7, verbose=False)
-    mimose = MimoseCallback(budget=args.budget)
     trainer = pl.Trainer(
         accelerator="cpu",  # so that the default budget means the same everywhere
         max_epochs=1,

@@ -170,11 +170,14 @@ def _asks(texts: Sequence[str]) -> list[Ask]:
 
 
 def _ask(text: str) -> Ask:
-    budget = parse_budget(text)
-    if budget.kind not in ("bytes", "fraction"):
+    try:
+        budget = parse_budget(text)
+    except BudgetError:  # which names what has another meaning here
+        budget = None
+    if budget is None or budget.kind not in ("bytes", "fraction"):
         raise BudgetError(
-            f"The budget {text!r} has no meaning here. Write a share of the plain run's activation memory (0.5), "
-            "or bytes (2GB)."
+            f"The budget {text!r} has no meaning here. Write a share of the plain run's activation memory, above 0 and "
+            "at most 1 (0.5), or bytes (2GB)."
         )
     return Ask(text, budget)
 

@@ -15,6 +15,7 @@ from lightning_mimose.errors import BudgetError, MimoseError
 from lightning_mimose.measure.meter import has_memory_counters
 from lightning_mimose.menu import check_actions
 from lightning_mimose.plan import Plan, check_planner
+from lightning_mimose.plugin.entry import VARIABLE
 from lightning_mimose.plugin.evaluation import EvaluationMeter
 from lightning_mimose.plugin.ranks import release_peers
 from lightning_mimose.plugin.run import Run
@@ -198,6 +199,11 @@ class MimoseCallback(Callback):
             or (carried is self and self.budget == "auto" and not all(c._from_environment for c in others))
         )
         if self._idle:
+            if self._from_environment:
+                tell(
+                    f"mimose: {VARIABLE}={self.budget} is not used: this Trainer has a MimoseCallback or a strategy of "
+                    f"its own (budget {others[0].budget!r})"
+                )
             return
         rivals = [c for c in others if not c._from_environment and not (c is carried and c.budget == "auto")]
         if rivals and carried is not None:
@@ -232,6 +238,8 @@ class MimoseCallback(Callback):
         )
 
     def _open(self, trainer: Trainer, pl_module: LightningModule, budget: AnyBudget) -> Engine:
+        check_choices(self.on_infeasible, self.on_oom)  # which may have been assigned since
+        check_host_budget(self.host_budget)
         self._is_new_budget = False
         asked = ("units", "size_fn", "actions", "planner", "on_infeasible", "host_budget")
         options = {"budget": budget, **{name: getattr(self, name) for name in asked}}

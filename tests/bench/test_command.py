@@ -264,6 +264,7 @@ def test_a_work_that_fails_leaves_the_others_running(
         (["{project}:Nothing"], "could not be imported"),
         (["--budget", "much"], "much"),
         (["--budget", "auto"], "has no meaning here"),
+        (["--budget", "0"], "share of the plain run's activation memory"),
         (["--size", "batch=8"], "model of your own"),
         (["{project}:Text", "--work", "gpt2"], "Choose one"),
         (["{project}:Text"], "no train_dataloader"),

@@ -77,6 +77,18 @@ def test_other_arguments_are_refused_at_once(options: dict[str, Any], error: typ
         MimoseCallback("8GB", **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("on_infeasible", "Warn", MimoseError), ("on_oom", "Retry", MimoseError), ("host_budget", "lots", BudgetError)],
+)
+def test_what_is_assigned_later_is_checked_when_a_fit_starts(name: str, value: str, error: type[Exception]) -> None:
+    """As the constructor checks it."""
+    callback = MimoseCallback("1GB")
+    setattr(callback, name, value)
+    with pytest.raises(error, match=value):
+        fit(callback)
+
+
 def test_a_budget_above_the_device_is_refused_at_start() -> None:
     """It says what the device has."""
     with pytest.raises(BudgetError, match="in all"):

@@ -66,12 +66,14 @@ def test_an_unchanged_script_gets_a_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_installed")
-def test_it_steps_aside_for_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are in the Trainer, with keys of their own; the explicit one plans."""
+def test_it_steps_aside_for_a_callback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Both are in the Trainer, with keys of their own; the explicit one plans, and a line says so."""
+    caplog.set_level("INFO")
     monkeypatch.setenv(entry.VARIABLE, "2GB")
     explicit = MimoseCallback("1GB")
     trainer = quiet_trainer(explicit)
     trainer.fit(Task(TinyText()), loader(batches(count=3)))
+    assert any("MIMOSE_BUDGET=2GB is not used" in line and "'1GB'" in line for line in caplog.messages)
     (other,) = (callback for callback in mine(trainer) if callback is not explicit)
     assert other.state_key != explicit.state_key
     assert (len(explicit.records), len(other.records)) == (3, 0)

@@ -51,6 +51,19 @@ def sheltered(**changes: object) -> StepRecord:
     return record(sheltered=True, predicted_peak_bytes=None, actions=dict.fromkeys(UNITS, "recompute"), **changes)
 
 
+def test_a_share_is_of_the_budget_that_was_in_force() -> None:
+    """A lower one that came later was not broken by what ran before it."""
+    assert "(50.0 % of the budget)" in str(report(record(), record()))
+    text = str(report(record(measured_peak_bytes=3_600_000, budget_bytes=4_000_000), record()))
+    assert "3.60 MB (at most 90.0 % of the budget in force)" in text
+
+
+def test_labels_of_rows_are_not_cut_to_less_than_can_be_read() -> None:
+    """However wide the other columns are."""
+    wide = Table("Costs", (("21.89 MB (smallest)", "x" * 70),), header=("budget", "y"))
+    assert "21.89 MB (smallest)" in plain([wide])
+
+
 def test_nothing_recorded_is_said() -> None:
     """An empty history gives a sentence, not zeros and a division."""
     empty = Report(History(), (), None)
