@@ -7,6 +7,7 @@ from lightning_mimose.actions.again import is_recomputing
 from lightning_mimose.errors import (
     BudgetError,
     BudgetInfeasibleError,
+    ClosedError,
     DeviceMemoryError,
     LossError,
     MimoseError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "BudgetInfeasibleError",
+    "ClosedError",
     "DeviceMemoryError",
     "LossError",
     "Mimose",

@@ -6,6 +6,7 @@
     ├── UnitsError               unit patterns that match nothing, or a model with nothing to plan
     ├── SizeError                nothing to read a size in, or another structure than that of earlier batches
     ├── LossError                a loss function that returns no loss, in a plain loop
+    ├── ClosedError              a step of a plain loop after close()
     ├── PlanError                a forced plan that names unknown units, actions, or nested units
     ├── RecomputeError           a unit that cannot be repeated, in a step that cannot be run again
     ├── SharedBudgetError        a shared budget that cannot be joined: it contradicts itself, or its name is taken
@@ -54,6 +55,10 @@ class UnitsError(MimoseError, ValueError):
 
 class SizeError(MimoseError, TypeError):
     """Nothing to read a size in, a `size_fn` that returns no sizes, or sizes that changed type between batches."""
+
+
+class ClosedError(MimoseError, RuntimeError):
+    """A `Mimose` was closed, and is asked for another step."""
 
 
 class LossError(MimoseError, TypeError):

@@ -17,7 +17,7 @@ from lightning_mimose.agreement import NO_RETRY
 from lightning_mimose.engine.arguments import has_tensors
 from lightning_mimose.engine.attempts import Attempts
 from lightning_mimose.engine.core import Engine
-from lightning_mimose.errors import LossError, SizeError
+from lightning_mimose.errors import ClosedError, LossError, SizeError
 from lightning_mimose.measure.optimizers import optimized
 from lightning_mimose.plan import Plan, PlannerChoice
 from lightning_mimose.report.record import History, Records
@@ -163,6 +163,7 @@ class Mimose:
 
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget. No update was made.
+            ClosedError: It was closed.
             DeviceMemoryError: The device is out of memory under the most saving plan. No update was made.
             LossError: `loss_fn` returned no loss. No update was made.
 
@@ -171,7 +172,7 @@ class Mimose:
         """
         engine, model, attempts = self._engine, self._model, self._attempts
         if engine is None or model is None or attempts is None:
-            raise RuntimeError("This Mimose is closed. Make a new one to go on training.")
+            raise ClosedError("This Mimose is closed. Make a new one to go on training.")
         loss_fn, accumulates = self._loss_fn, self._accumulates
 
         def once() -> torch.Tensor:

@@ -783,8 +783,9 @@ def test_a_closed_one_refuses_to_step_and_still_answers() -> None:
     for batch in batches_of("bert")[:8]:
         mimose.step(batch)
     mimose.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed") as refused:
         mimose.step(classified_text())
+    assert isinstance(refused.value, MimoseError)
     assert len(mimose.records) == 8
     plan = mimose.plan(classified_text(8, 50))
     assert plan.predicted_peak_bytes > 0
