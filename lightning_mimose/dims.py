@@ -31,7 +31,7 @@ def raw_dims(batch: Any) -> dict[str, int]:
     tensors without axes have no dimensions.
 
     Raises:
-        SizeError: If there is no tensor with axes in it.
+        SizeError: If there is no tensor in it.
 
     Example:
         >>> ids = torch.zeros(8, 128, dtype=torch.long)
@@ -47,19 +47,34 @@ def leaves_of(batch: Any) -> list[Leaf]:
     """Every tensor in a batch.
 
     Raises:
-        SizeError: There is none that has axes.
+        SizeError: There is none.
     """
     leaves: list[Leaf] = []
     _collect(batch, "", leaves, {})
-    if not any(shape for _, shape in leaves):  # single numbers tell no more than none at all
-        if not leaves and isinstance(batch, Mapping) and any(map(_is_no_size, batch.values())):
+    if not leaves:
+        if isinstance(batch, Mapping) and any(map(_is_no_size, batch.values())):
             raise SizeError(f"Sizes are whole numbers, of at least 0; {dict(batch)} was given.")
-        raise SizeError(
-            f"There is no tensor {'with dimensions ' if leaves else ''}in this batch, a {type(batch).__name__}, so its "
-            "size cannot be read. Pass "
-            "size_fn, a function from the batch to an int or to a mapping of names to ints such as {'tokens': 512}."
-        )
+        raise SizeError(_tells_none(batch, "tensor"))
     return leaves
+
+
+def sized_leaves(batch: Any) -> list[Leaf]:
+    """As `leaves_of`: single numbers tell no size by themselves.
+
+    Raises:
+        SizeError: No tensor in the batch has axes.
+    """
+    leaves = leaves_of(batch)
+    if not any(shape for _, shape in leaves):
+        raise SizeError(_tells_none(batch, "tensor with dimensions"))
+    return leaves
+
+
+def _tells_none(batch: Any, missing: str) -> str:
+    return (
+        f"There is no {missing} in this batch, a {type(batch).__name__}, so its size cannot be read. Pass "
+        "size_fn, a function from the batch to an int or to a mapping of names to ints such as {'tokens': 512}."
+    )
 
 
 def _is_no_size(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_mimose.dims import BATCH, Leaf, leaves_of, names_of
+from lightning_mimose.dims import BATCH, Leaf, names_of, sized_leaves
 from lightning_mimose.errors import SizeError
 from lightning_mimose.labels import Labels
 from lightning_mimose.layouts import Layout
@@ -278,7 +278,7 @@ class SizeTracker:
         return len(self._layouts) - 1
 
     def _read(self, batch: Any) -> dict[str, int]:
-        leaves = leaves_of(batch)
+        leaves = sized_leaves(batch)
         self._same_kind(_kind(batch), batch, "batch")
         return self._named(leaves)
 

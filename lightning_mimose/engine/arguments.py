@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mimose import parts
-from lightning_mimose.dims import Leaf, leaves_of
+from lightning_mimose.dims import Leaf, sized_leaves
 from lightning_mimose.errors import SizeError
 
 MOST_NODES = 64
@@ -55,7 +55,7 @@ def leaves_in(given: Any) -> list[Leaf]:
         [('ids', torch.Size([2, 3])), ('scale', torch.Size([]))]
     """
     try:
-        return leaves_of(given)
+        return sized_leaves(given)
     except SizeError:
         return []
 

@@ -35,7 +35,7 @@ from torch import nn
 from lightning_mimose.actions.foreign import in_backward
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.dims import Leaf, leaves_of
+from lightning_mimose.dims import Leaf, sized_leaves
 from lightning_mimose.engine.arguments import (
     first_tensor,
     has_lists,
@@ -383,7 +383,7 @@ _shape = itemgetter(1)
 
 def _few_leaves(batch: Any) -> list[Leaf]:
     try:
-        leaves = leaves_of(batch)
+        leaves = sized_leaves(batch)
     except SizeError:
         return []
     return [(f"batch.{path}", shape) for path, shape in leaves] if len(leaves) <= FEW_LEAVES else []
