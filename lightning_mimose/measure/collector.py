@@ -168,6 +168,7 @@ class StepRecorder:
             for held in (call.inputs, call.saved, call.packed):
                 held.update(dict.fromkeys(held.keys() & older, 0))
         self.replays.tell_times()
+        self.replays.close()
         self.inputs.close()
         self._storages.clear()
         self._outputs.clear()
@@ -375,8 +376,7 @@ class StepRecorder:
     def region_again(self, call: Call, out: Any, left: Left) -> None:
         """A region's recomputation has returned: remember which storages."""
         if self.replays.running:
-            call.outputs = self._storages.in_order(out)
-            self.replays.finds_again(call, left)
+            self.replays.finds_again(call, out, left)
 
     def region_left(self, call: Call, out: Any, left: Left) -> None:
         """A region's forward has returned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from lightning_mimose.measure.lent import Lent, SavedBy, lent, peaks_beside, pie
 from lightning_mimose.measure.loose import held_to_ends, loose_inputs, loose_shapes
 from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import StepTrace
+from lightning_mimose.measure.twice import Twice
 from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
@@ -87,12 +88,30 @@ def observe(
     regions = [call for call in outermost if "again" in call.marks]
     without = [call for call in outermost if call.is_unseen]
     dropped = _dropped_per_interval([*regions, *without], by_call, lends, len(trace.marks))
+    family = defaultdict[int, list[Call]](list)
+    for call in trace.calls:
+        family[id(region_of[id(call)])].append(call)
+    twice = {id(c): Twice.of(trace, c, family[id(c)], by_call[id(c)].storages) for c in regions}
     kept = {i: peak - call.stashed_bytes for call in without for i, peak in peaks_kept(trace, call).items()}
     ending = [lends[id(call)] for call in regions]
     pieces = pieces_beside(trace, ending)
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
         tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
+    once = {mark: (groups, each) for each in twice.values() for mark, groups in each.once(trace).items()}
+    repeated = {  # of calls that would make some of it anew
+        id(call): each.once(trace, by_call[id(call)].storages)
+        for call in trace.calls
+        if (each := twice.get(id(region_of[id(call)]))) is not None
+        and not each.sizes.keys().isdisjoint(by_call[id(call)].storages)
+    }
+
+    def reached_in(mark: int, found: Mapping[int, Groups]) -> Groups:
+        beside = int(dropped[mark])
+        if mark not in found:
+            return moved(tops[mark], beside)
+        return moved(found[mark], beside - trace.marks[mark].new_gradient_bytes)
+
     began = next((i for i, m in enumerate(trace.marks) if (m.owner, m.name) == ("step", "backward")), len(trace.marks))
 
     shapes: dict[int, CallShape] = {}
@@ -127,6 +146,8 @@ def observe(
             # make of the gradient is there by then.
             since, there_bytes = trace.asked.get(call.key, (at, trace.intervals[at].level_bytes))
             start = there_bytes - trace.marks[at].new_gradient_bytes + dropped[since] - saved[id(call)]
+            if id(region) in twice:
+                start -= twice[id(region)].bytes_at(trace, since, by_call[id(call)].storages)
         else:
             start = 0
         looked_at = is_region and call.items is not None
@@ -160,12 +181,14 @@ def observe(
     surveyed = [call for call in regions if call.items is not None and trace.pieces]
     handed = handings(trace, region_of) if trace.pieces else []
     handing_of = {id(each.call): each for each in handed}
+    count = len(grades)
     spared = {
-        id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, len(grades), handing_of.get(id(c)))
+        id(c): savings(trace, c, by_call[id(c)].held, lends[id(c)].storages, count, handing_of.get(id(c)), twice[id(c)])
         for c in surveyed
     }
     where: dict[int, list[tuple[int, list[int]]]] = {id(call): [] for call in regions}
     leanly = grades.index(GRADE_INSIDE) if GRADE_INSIDE in grades else -1
+    again_at = defaultdict[int, list[tuple[int, int]]](list)
     again_of = defaultdict[int, list[tuple[int, int]]](list)
     own_dropped = {id(call): _dropped_per_interval([call], by_call, lends, len(trace.marks)) for call in surveyed}
     resumed = {call.marks["again"] - 1: call.marks["again_out"] for call in regions}
@@ -173,7 +196,8 @@ def observe(
         owner = trace.by_key.get(mark.owner) if mark.owner != "step" else None
         if mark.name in ("again", "again_out"):
             continue
-        reached = moved(tops[index], dropped[index])
+        kept_groups = {i: once[i][0] for i in (index, resumed.get(index, -1)) if i in once}
+        reached = reached_in(index, kept_groups)
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
             reached = ((kept[index] - mark.new_gradient_bytes + dropped[index] - state_bytes,),)
@@ -215,7 +239,14 @@ def observe(
         if index in resumed:
             # A region's backward goes on after its recomputation.
             after = resumed[index]
-            reached += moved(tops[after], dropped[after])
+            reached += reached_in(after, kept_groups)
+        for region in {id(once[i][1].call): once[i][1].call for i in kept_groups}.values():
+            for call in (c for c in family[id(region)] if id(c) in repeated):
+                if call is region or call.marks.get("backward", NEVER) <= index:
+                    level = reached_in(index, repeated[id(call)])
+                    if index in resumed:
+                        level += reached_in(resumed[index], repeated[id(call)])
+                    again_at[id(call)].append((len(positions), columns.add_highest(level)))
         positions.append(
             Position(
                 label=f"{mark.name} {mark.owner}",
@@ -238,7 +269,7 @@ def observe(
     structure = Structure(
         units=units,
         parents=_parents(units, trace.calls),
-        calls=tuple(shapes.values()),
+        calls=tuple(replace(shape, again=tuple(again_at[key])) for key, shape in shapes.items()),
         positions=tuple(positions),
         loose=loose,
         batch=columns.add(batch_bytes),

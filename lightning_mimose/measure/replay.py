@@ -20,7 +20,7 @@ from lightning_mimose.measure.flops import FlopTally
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.storages import Storages
 from lightning_mimose.measure.trace import IS_ASKED, IS_GONE, IS_LAST
-from lightning_mimose.parts import plain_parts
+from lightning_mimose.parts import plain_parts, storages_in
 
 
 class Survey(Protocol):
@@ -78,6 +78,8 @@ class Replays:
         none inside it."""
         self._stack: list[Call] = []
         self._flops_before: dict[str, tuple[int, int]] = {}
+        self._seconds: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """What recomputations have returned or left that their forward has, too, and somebody holds."""
         self.packs = 0
         self.in_backward = self.passes_apart = self._early = False
 
@@ -247,15 +249,30 @@ class Replays:
             out = original(*args, **kwargs)
         finally:
             self._stack.pop()
-        call.outputs = self._storages.in_order(out)
-        self.finds_again(call, left())
+        self.finds_again(call, out, left())
         call.marks["again_out"] = self._curve.mark(call.key, "again_out")
         return out
 
-    def finds_again(self, call: Call, left: Left) -> None:
-        """What a call has left in attributes in forward, it has left again."""
+    def finds_again(self, call: Call, out: Any, left: Left) -> None:
+        """What a call has returned and left in attributes in forward, it has returned and left again.
+
+        Where the first is still there, the interval that is open is cut when the second goes.
+        """
+        call.outputs = self._storages.in_order(out)
+        found = list(zip(call.returned, storages_in(out), strict=False))
         for place in call.left.keys() & left.keys():
-            call.twins += zip(call.left[place], self._storages.in_order(left[place]), strict=False)
+            again = list(zip(call.left[place], storages_in(left[place]), strict=False))
+            call.twins += [(given, self._storages.number(storage)) for given, storage in again]
+            found += again
+        key = call.key if call.region is None else call.region.key
+        for given, storage in found:
+            number = self._storages.number(storage)
+            if given != number and given in call.held and given not in call.gone and number not in self._seconds:
+                self._seconds[number] = weakref.ref(storage, partial(self._goes, key, number))
+
+    def _goes(self, key: str, number: int, _: object) -> None:
+        if not self.running:
+            self._curve.cut(key, IS_GONE, number)
 
     @contextmanager
     def timed(self, call: Call) -> Iterator[None]:
@@ -270,6 +287,10 @@ class Replays:
             seconds = self._clock.seconds_between(began, ended)
             call.seconds = min(seconds, call.seconds or seconds)
         self._times.clear()
+
+    def close(self) -> None:
+        """Look at nothing any more: what is looked at holds this."""
+        self._seconds.clear()
 
     def _saved_in(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         """The storages that keeping a tensor keeps; none of what is resident."""

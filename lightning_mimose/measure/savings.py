@@ -10,6 +10,7 @@ from itertools import chain
 from lightning_mimose.measure.call import Call, LeanItem, ResultItem
 from lightning_mimose.measure.handing import Handing
 from lightning_mimose.measure.trace import DIES, GOES, IS_USED, StepTrace
+from lightning_mimose.measure.twice import Twice, lowered
 from lightning_mimose.predict.maxima import Groups
 
 
@@ -38,7 +39,13 @@ class Savings:
 
 
 def savings(
-    trace: StepTrace, call: Call, held: Set[int], lent: Set[int], grades: int, handed: Handing | None = None
+    trace: StepTrace,
+    call: Call,
+    held: Set[int],
+    lent: Set[int],
+    grades: int,
+    handed: Handing | None = None,
+    twice: Twice | None = None,
 ) -> list[Savings]:
     """What each grade of lean saves would spare.
 
@@ -49,10 +56,11 @@ def savings(
         lent: Those that somebody else holds for a while.
         grades: How many there are.
         handed: What of its result the next call saves: whether or not that one rebuilds it, this one does not.
+        twice: What it saves that is there twice in its backward, if there is something.
     """
     items = call.items or ()
     found = []
-    last = _last(trace, call)
+    last = trace.last_of(call)
     # Of a step's pieces, those in which something happens to it: to look at all of them goes with the square of calls.
     within = chain.from_iterable(trace.pieces_of[call.marks["again"] : last + 1])
     own = sorted({*trace.opened.get(call.key, ()), *within})
@@ -62,19 +70,8 @@ def savings(
             lean[handed.item] = False
         taken = [is_lean and item.storage not in held for is_lean, item in zip(lean, items, strict=True)]
         early = frozenset[int]() if handed is None else handed.early(grade)
-        found.append(_of_grade(trace, call, last, own, grade, lean, taken, items, lent, early))
+        found.append(_of_grade(trace, call, last, own, grade, lean, taken, items, lent, early, twice or Twice(call)))
     return found
-
-
-def _last(trace: StepTrace, call: Call) -> int:
-    """The last interval of its backward: as long as marks are its own, or of what is nested in it."""
-    last = call.marks["again_out"]
-    while last + 1 < len(trace.marks):
-        owner = trace.by_key.get(trace.marks[last + 1].owner)
-        if owner is None or not owner.within(call):
-            break
-        last += 1
-    return last
 
 
 def rebuilding_bytes(items: Sequence[LeanItem], results: Sequence[ResultItem] = ()) -> int:
@@ -115,6 +112,7 @@ def _of_grade(
     items: tuple[LeanItem, ...],
     lent: Set[int],
     early: Set[int],
+    twice: Twice,
 ) -> Savings:
     key, first, backward = call.key, call.marks["again"], call.marks["again_out"]
     spared: set[int] = set()
@@ -138,6 +136,7 @@ def _of_grade(
     sources_bytes = early_bytes = 0
     every = {index for index, is_taken in enumerate(taken) if is_taken and items[index].storage not in stays}
     relief = 0
+    there, lean_of = twice.there(trace), {items[index].storage: index for index, each in enumerate(lean) if each}
     for at in own:
         piece, following = trace.pieces[at], trace.pieces[at + 1] if at + 1 < len(trace.pieces) else None
         besides = made = 0
@@ -155,8 +154,9 @@ def _of_grade(
                     number = rebuilt.pop()
                     if number not in used and lean[number]:
                         # What somebody else holds is there twice once it is rebuilt.
-                        twice = 0 if taken[number] else items[number].gain_bytes
-                        besides = max(besides, items[number].temporary_bytes + twice)
+                        is_there = taken[number] or items[number].storage in there.get(at, ((),))[0]
+                        again = 0 if is_there else items[number].gain_bytes
+                        besides = max(besides, items[number].temporary_bytes + again)
                         if taken[number]:
                             beside[number] = items[number].held_bytes
                         rebuilt.extend(items[number].also)
@@ -183,12 +183,18 @@ def _of_grade(
         if first <= piece.mark <= last:
             here = (*(top + made for top in piece.tops), piece.level_bytes + besides)
             others = sum(beside.values()) + sources_bytes
-            lowered = tuple([top - relief + others - early_bytes for top in here])
-            tops.setdefault(piece.mark, []).append(lowered)
+            less = tuple([top - relief + others - early_bytes for top in here])
+            # Of what somebody else holds there is no second one, unless it was rebuilt.
+            before, now = (
+                sum(twice.sizes[each] for each in numbers if lean_of.get(each) not in used)
+                for numbers in there.get(at, ((), ()))
+            )
+            of_tops = [top + made - relief + others - early_bytes for top in lowered(trace, at, before, now)]
+            tops.setdefault(piece.mark, []).append((*of_tops, less[-1] - before))
             if piece.mark >= backward:
                 alone.setdefault(piece.mark, []).append(tuple([top - by_itself + others for top in here]))
             elif stops is None or at < stops:
-                until_last.append(lowered)
+                until_last.append(less)
             elif at == stops:  # it stops when it is told, and what is kept in another form has that by then
                 until_last.append((piece.level_bytes + made - relief + others - early_bytes,))
         if piece.event is not None and piece.event[:2] == (key, IS_USED):

@@ -193,6 +193,16 @@ class StepTrace:
             return None
         return self.ends.get((region.key, IS_LAST, call.last_pack - region.first_pack))
 
+    def last_of(self, call: Call) -> int:
+        """The last interval of a region's backward: as long as marks are its own, or of what is nested in it."""
+        last = call.marks["again_out"]
+        while last + 1 < len(self.marks):
+            owner = self.by_key.get(self.marks[last + 1].owner)
+            if owner is None or not owner.within(call):
+                break
+            last += 1
+        return last
+
     @cached_property
     def opened(self) -> dict[str, list[int]]:
         """Keys of calls -> the indices of pieces that are opened by what happens to theirs."""

@@ -89,6 +89,7 @@ def assemble(
         assembly.add_offload(extras.link)
     for chunks, smaller in extras.smaller.items():
         assembly.add_split(chunks, smaller)
+    assembly.add_again(extras.smaller)
     return assembly.timeline()
 
 
@@ -325,6 +326,25 @@ class _Assembly(Rows):
             seconds = self._recompute_seconds[index] + chunks * HOOK_SECONDS * len(members)
             self._add(index, f"{SPLIT}{chunks}", seconds)
         self._spare_in_forward(row_of, peak)
+
+    def add_again(self, smaller: Mapping[int, NDArray[np.float64]]) -> None:
+        """What is there twice in the backward of calls that make anew, or bring back, what somebody else holds.
+
+        Args:
+            smaller: Number of chunks -> the columns of a batch that is smaller by it.
+        """
+        calls, column = self.structure.calls, self.structure.arrays[0]
+        if not any(call.again for call in calls):
+            return
+        values = {RECOMPUTE: self.value, OFFLOAD: self.value}
+        values |= {f"{SPLIT}{chunks}": np.rint(each).astype(np.int64) for chunks, each in smaller.items()}
+        for row, option in enumerate(self.options):
+            value = values.get(option.action)
+            if value is None:
+                continue
+            for i in self.calls_of[self.structure.units[option.unit]]:
+                for position, own in calls[i].again:
+                    self.relief[row, position] -= value[own] - value[column[position]]
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""

@@ -45,6 +45,7 @@ class Differences:
             for shape in structure.lean
             for place, own in (*shape.positions, *shape.again)
         ]
+        beside += [(own, structure.positions[place].column) for call in structure.calls for place, own in call.again]
         beside = [(own, plain) for own, plain in beside if plain in absolute]
         self._lean, self._plain = np.array(beside, dtype=np.intp).reshape(-1, 2).T
 

@@ -106,6 +106,7 @@ class _Fold(Columns):
         times = self._structure.times
         gone = np.any([loop.are_between(times) for loop in loops], axis=0)
         self._places: list[int] = np.flatnonzero(~gone).tolist()
+        self._position_of = {p: new for new, p in enumerate(self._places)}
         moments = [*times[~gone].tolist(), *marks_of(calls, left)]
         places = (self._place(member, time) for member, i in enumerate(self._like) for time in marks_of(calls, [i]))
         self._clock = Clock(moments, places)
@@ -158,7 +159,11 @@ class _Fold(Columns):
     def _kept(self, call: CallShape, key: str) -> CallShape:
         found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}
         found |= {name: self._column(getattr(call, name)) for name in (*SUMMED, *STATED, *OTHERS)}
-        return replace(call, key=key, **found)
+        return replace(call, key=key, **found, again=tuple(self._left_of(call.again)))
+
+    def _left_of(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Positions, with a column each, of which some are left."""
+        return ((self._position_of[p], self._column(column)) for p, column in pairs if p in self._position_of)
 
     def _between(self, member: int) -> CallShape:
         """The call that stands for those of all rounds in between."""
@@ -179,6 +184,7 @@ class _Fold(Columns):
             like,
             key=self._keys.between[member],
             **found,
+            again=(),
             working=self._new(0.0),  # it never runs again at a moment that is left
             before_backward=self._copy(first.before_backward),
             lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
@@ -207,11 +213,6 @@ class _Fold(Columns):
         Args:
             number: Loose storage -> its index, or that of what it is a part of.
         """
-        position_of = {p: new for new, p in enumerate(self._places)}
-
-        def left_of(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-            return ((position_of[p], self._column(column)) for p, column in pairs if p in position_of)
-
         of_call: dict[tuple[int, str], list[LeanShape]] = {}
         for shape in self._structure.lean:
             if shape.call in self._middle:
@@ -224,8 +225,8 @@ class _Fold(Columns):
                 work=self._column(shape.work),
                 lent=self._column(shape.lent),
                 working=self._column(shape.working),
-                positions=tuple(left_of(shape.positions)),
-                again=tuple(left_of(shape.again)),
+                positions=tuple(self._left_of(shape.positions)),
+                again=tuple(self._left_of(shape.again)),
                 borrowed=tuple(sorted({number[i] for i in shape.borrowed})),
             )
         member_of = {i: member for member, i in enumerate(self._like)}

@@ -89,6 +89,8 @@ class CallShape:
         places: Column of how often it saves a tensor, parameters included; -1 likewise.
         comparing: Column of the most that comparing one of its saved tensors with what is rebuilt takes; -1 likewise.
         count: Column of how many calls it stands for, see `folding`; -1 if it is one.
+        again: (index of a position in its backward, column of the live bytes there), where these are more if it runs
+            again: it makes anew what somebody else holds.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
         held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
@@ -116,6 +118,7 @@ class CallShape:
     places: int = -1
     comparing: int = -1
     count: int = -1
+    again: tuple[tuple[int, int], ...] = ()
     lent_until: int = field(default=0, compare=False)
     held_until: int = field(default=-1, compare=False)
     kept_until: int = field(default=0, compare=False)

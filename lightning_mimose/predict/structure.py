@@ -67,7 +67,9 @@ class Structure:
         return cls(
             units=tuple(data["units"]),
             parents=tuple(data["parents"]),
-            calls=tuple(CallShape(**call) for call in data["calls"]),
+            calls=tuple(
+                CallShape(**{**call, "again": tuple(map(tuple, call.get("again", ())))}) for call in data["calls"]
+            ),
             positions=tuple(Position(**position) for position in data["positions"]),
             loose=tuple(
                 LooseShape(**{**loose, **{name: tuple(loose[name]) for name in ("holders", "given")}})

@@ -456,6 +456,31 @@ class Aside(Holding):
         return self.head(x).square().mean()
 
 
+class Plotted(Net):
+    """Keeps the probabilities of all blocks for plots, until the next batch's come; its head looks at few positions."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.plotted: dict[str, torch.Tensor] = {}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, self.plotted = sum(embedding(ids) for embedding in self.embeddings), {}
+        for index, layer in enumerate(self.layers):
+            x, self.plotted[f"{index}"] = layer(x, self.table)
+        return self.head(x[:, :2]).square().mean()
+
+
+class Undropped(Returning):
+    """Saves the probabilities as they are, and attends with many heads: nothing takes as much."""
+
+    def attention(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys, values = (
+            linear(x).unflatten(-1, (16, -1)).transpose(1, 2) for linear in (self.queries, self.keys, self.values)
+        )
+        probabilities = (queries @ keys.transpose(2, 3)).softmax(-1)
+        return x + (probabilities @ values).transpose(1, 2).flatten(2), probabilities
+
+
 def batches() -> list[Batch]:
     """Of every length one."""
     generator = torch.Generator().manual_seed(0)
@@ -592,6 +617,13 @@ def test_results_that_a_loss_looks_at(
 ) -> None:
     """Blocks that are kept save them to their own backward, longer than the loss; they are there once until then."""
     check(block, {f"layers.{index}": action for index in layers}, make=make)
+
+
+@pytest.mark.parametrize("layers", JUDGED)
+@pytest.mark.parametrize("action", ["lean+products", "recompute", "recompute+lean"])
+def test_results_that_a_model_keeps(action: str, layers: tuple[int, ...]) -> None:
+    """They are there once where blocks are kept, which save them, and twice where those run again."""
+    check(Undropped, {f"layers.{index}": action for index in layers}, make=Plotted)
 
 
 @pytest.mark.parametrize("layers", JUDGED)
