@@ -100,8 +100,6 @@ class Advisor(Student):
         self.resident = resident.without(batch_bytes)
         self.estimator.resident_bytes = self.resident.total_bytes
         self.estimator.adds_to_gradients = not resident.zeroes_gradients
-        if self.estimator.pay(size.dims) and self.may_shelter(size, resident):
-            return Advice(None, None, False)
         planned = size.rounded_up()
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:

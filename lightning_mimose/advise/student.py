@@ -121,7 +121,6 @@ class Student(Forecast):
         self._forget_plans()
         if abs(missed) > large:
             self.estimator.distrust()
-            self.estimator.owe(size.dims)
 
     def learn_strangers(self, size: BatchSize, missed_bytes: int) -> bool:
         """Learn that a planned step called units that its plan knew nothing of: it took a path that was not expected.

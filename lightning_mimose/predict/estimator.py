@@ -44,7 +44,6 @@ class Estimator:
         shelter_only: Sizes for which a plan that was to be leaner than the shelter was not.
         missed_beyond: Sizes for which such a plan broke the budget -> bytes that it was above what it was to reach.
         broke: Sizes of which a planned step broke the budget -> bytes that it was above its prediction, at most.
-        owed: Sizes that are to be measured when they come again, see `owe`.
         verified: Planned steps that were held against its predictions.
 
     Args:
@@ -58,7 +57,6 @@ class Estimator:
         self.shelter_only: set[BatchSize] = set()
         self.missed_beyond: dict[BatchSize, int] = {}
         self.broke: dict[Key, int] = {}
-        self.owed: set[Key] = set()
         self.verified = 0
         self.resident_bytes = 0
         """What is resident besides activations: errors are shares of a step's whole peak."""
@@ -138,19 +136,6 @@ class Estimator:
     def distrust(self) -> None:
         """A prediction was wrong: see `Trust.lose`."""
         self.trust.lose(len(self))
-
-    def owe(self, dims: Iterable[tuple[str, int]]) -> None:
-        """A planned step missed its prediction: its size is to be measured when it comes again, if it never was."""
-        key = tuple(sorted(dims))
-        if not any(key in known for known in self.observed.sizes.values()):
-            self.owed.add(key)
-
-    def pay(self, dims: Iterable[tuple[str, int]]) -> bool:
-        """Whether a size is to be measured; asked for once, for it may be one of which nothing can be learnt."""
-        key = tuple(sorted(dims)) if self.owed else ()
-        owed = key in self.owed
-        self.owed.discard(key)
-        return owed
 
     def note_broken(self, size: BatchSize, missed_bytes: int) -> None:
         """A planned step of a size broke the budget: what was missing is kept free for this size from now on."""
