@@ -131,7 +131,7 @@ class SizeTracker:
         """The size of this batch, which is remembered.
 
         Raises:
-            SizeError: If there is no tensor in the batch, if `size_fn` raises or returns anything but an int or a
+            SizeError: If no tensor in the batch has dimensions, if `size_fn` raises or returns anything but an int or a
                 mapping of names to ints, or if the type of the batch, or of that result, is not what it was before.
         """
         shapes = _shapes(batch) if self.size_fn is None else None

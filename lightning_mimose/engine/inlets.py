@@ -4,7 +4,7 @@ Many steps make their inputs themselves: they tokenise texts, resize and pad ima
 is padding. The batch then tells nothing, or too little; what memory depends on is known when the model is called.
 Sizes are read in the batch (level 0) until one of these is seen:
 
-- There is no tensor in the first batch. (In a later one that is an error.)
+- There is no tensor with dimensions in the first batch. (In a later one that is an error.)
 - Batches of one size came to the first unit, or to the first one right inside a module around units, in tensors of
   different shapes (`inputs`). Such a step recomputes all it may from there on, and from the next one on sizes are read
   one level further inside; where that does not help a unit that is not the first, they are read where they were again.
@@ -142,8 +142,8 @@ class Inlets:
                     raise
             self._read_at(Place(1))
             self._advisor.announce(
-                f"mimose: there is no tensor in this batch, a {type(batch).__name__}: sizes are read where the model "
-                "is called"
+                f"mimose: no tensor in this batch, a {type(batch).__name__}, has dimensions: sizes are read where the "
+                "model is called"
             )
         self._blind = not (self._tracker.names or has_tensors(batch))
         self._of_batch = _few_leaves(batch) if self._tracker.place.with_batch else []
