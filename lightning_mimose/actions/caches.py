@@ -11,12 +11,15 @@ from typing import Any
 
 from torch import nn
 
+_off: dict[int, int] = {}
+"""Identity of a config, which its switches hold -> how many have it off: models may share one."""
+
 
 class CacheSwitch:
-    """Turns `use_cache` off in every config of a model, and restores each value it found."""
+    """Turns `use_cache` off in every config of a model, and on again where no other switch has it off."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Any, Any]] = []
+        self._found: list[Any] = []
 
     def off(self, model: nn.Module) -> None:
         """Switch caches off."""
@@ -26,15 +29,19 @@ class CacheSwitch:
             if config is None or id(config) in seen:
                 continue
             seen.add(id(config))
-            if getattr(config, "use_cache", None) is True:
-                self._found.append((config, config.use_cache))
+            if getattr(config, "use_cache", None) is True or id(config) in _off:
+                self._found.append(config)
+                _off[id(config)] = _off.get(id(config), 0) + 1
                 config.use_cache = False
 
     def restore(self) -> None:
         """Put every value back."""
         while self._found:
-            config, value = self._found.pop()
-            config.use_cache = value
+            config = self._found.pop()
+            _off[id(config)] -= 1
+            if not _off[id(config)]:
+                del _off[id(config)]
+                config.use_cache = True
 
 
 def checkpointed_layers(model: nn.Module) -> list[str]:

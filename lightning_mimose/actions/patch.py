@@ -13,8 +13,8 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -187,6 +187,30 @@ def unpatch(module: nn.Module) -> None:
     module.__dict__.pop("forward")
     if own is not None and not entry.lent:
         module.__dict__["forward"] = own
+
+
+def undoing(
+    owner: object, modules: Sequence[weakref.ref[nn.Module]], *last: Callable[[], object]
+) -> weakref.finalize[..., Any]:
+    """Undo `patch` on some modules, once: when what is returned is called, or else when their owner is gone.
+
+    Args:
+        owner: Whose patches they are.
+        modules: The modules; more may be added.
+        last: Called after that; each of all these, whatever another one raises.
+    """
+    undo = weakref.finalize(owner, _undo, modules, last)
+    undo.atexit = False
+    return undo
+
+
+def _undo(modules: Sequence[weakref.ref[nn.Module]], last: Sequence[Callable[[], object]]) -> None:
+    with ExitStack() as stack:  # the last that was put on it comes first
+        for call in reversed(last):
+            stack.callback(call)
+        for ref in modules:
+            if (module := ref()) is not None:
+                stack.callback(unpatch, module)
 
 
 def is_patched(module: nn.Module) -> bool:

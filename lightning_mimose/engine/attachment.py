@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from lightning_mimose.actions.caches import CacheSwitch, checkpointed_layers, checkpointing_way_out
 from lightning_mimose.actions.calls import patch_unit
-from lightning_mimose.actions.patch import is_patched, unpatch
+from lightning_mimose.actions.patch import is_patched, undoing
 from lightning_mimose.actions.session import Session
 from lightning_mimose.actions.trial import COLLECTIVE
 from lightning_mimose.advise.advisor import Advisor
@@ -69,7 +68,7 @@ class Attachment:
         self._left_out: set[str] = set()
         self._told: set[str] = set()
         self._gave_way = False
-        self._undo: weakref.finalize[..., Attachment] | None = None
+        self._undo: Callable[[], object] = bool
         """Leaves the model as it was; called when the training is dropped without being closed, too."""
 
     def attach(self) -> None:
@@ -109,8 +108,7 @@ class Attachment:
                 stacklevel=4,
             )
         modules = [weakref.ref(unit.module) for unit in usable]
-        self._undo = weakref.finalize(self, _restore, modules, self._caches, self._cap)
-        self._undo.atexit = False
+        self._undo = undoing(self, modules, self._caches.restore, self._cap.restore)
         self._caches.off(self._model)
         self._cap.apply()
         self._patched = tuple(usable)
@@ -201,16 +199,6 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model as it was."""
         try:
-            if self._undo is not None:
-                self._undo()
+            self._undo()
         finally:
             self._patched, self._places, self._held = (), _Places([], []), []
-
-
-def _restore(modules: Sequence[weakref.ref[nn.Module]], caches: CacheSwitch, cap: ReservedCap) -> None:
-    with ExitStack() as last:  # each of these runs, whatever another one raises
-        last.callback(cap.restore)
-        last.callback(caches.restore)
-        for ref in modules:
-            if (module := ref()) is not None:
-                last.callback(unpatch, module)

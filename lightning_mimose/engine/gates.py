@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_mimose.actions.foreign import in_backward
-from lightning_mimose.actions.patch import is_patched, patch, unpatch
+from lightning_mimose.actions.patch import is_patched, patch, undoing
 from lightning_mimose.dims import Leaf
 from lightning_mimose.engine.arguments import has_lists, leaves_in, named, positional_names
 from lightning_mimose.units import Unit, is_compiled
@@ -41,7 +41,7 @@ class Gates:
         outermost = [unit.name for unit in units if unit.parent < 0]
         around = {".".join(name.split(".")[:depth]) for name in outermost for depth in range(name.count(".") + 1)}
         self._gates = {name: model.get_submodule(name) for name in sorted(around)}
-        self._undo: weakref.finalize[..., Gates] | None = None
+        self._undo: Callable[[], object] | None = None
         """Leaves the model as it was; called when the training is dropped without being closed, too."""
 
     def attach(self, taker: Calls) -> None:
@@ -49,8 +49,7 @@ class Gates:
         if self._undo is not None:
             return
         patched: list[weakref.ref[nn.Module]] = []
-        self._undo = weakref.finalize(self, _unpatch, patched)
-        self._undo.atexit = False
+        self._undo = undoing(self, patched)
         for name, gate in self._gates.items():
             # One module may have several names, and a list of blocks is not called.
             if not (is_compiled(gate) or is_patched(gate) or type(gate).forward is nn.Module.forward):
@@ -63,12 +62,6 @@ class Gates:
         if self._undo is not None:
             self._undo()
             self._undo = None
-
-
-def _unpatch(modules: list[weakref.ref[nn.Module]]) -> None:
-    while modules:
-        if (module := modules.pop()()) is not None:
-            unpatch(module)
 
 
 class _Gate:

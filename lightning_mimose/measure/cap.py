@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import torch
 
@@ -13,6 +14,9 @@ PAGE_BYTES = 20 << 20
 above it: by 3 MB of 578 in a training on an NVIDIA H100.
 https://github.com/pytorch/pytorch/blob/v2.11.0/c10/cuda/CUDACachingAllocator.cpp (`map_block`)
 """
+
+_applied: list[weakref.ref[ReservedCap]] = []
+"""Those in force, in the order in which they were set: each has found what the one before it on its device has set."""
 
 
 def expands_segments() -> bool:
@@ -62,6 +66,7 @@ class ReservedCap:
         # The getter came later than the setter; without it, no limit is what there was.
         current = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         self._before = float(current(self._device)) if current is not None else 1.0
+        _applied.append(weakref.ref(self))
         total = torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, self._limit_bytes / total), self._device)
         if counters.read(self._device).reserved_bytes > self._limit_bytes:
@@ -92,8 +97,15 @@ class ReservedCap:
             self.apply()
 
     def restore(self) -> None:
-        """Put the old limit back, if `apply` changed it."""
+        """Put the old limit back, if `apply` changed it; where another has been set since, that one will."""
         self._gave_way = False
-        if self._before is not None:
-            torch.cuda.set_per_process_memory_fraction(self._before, self._device)
-            self._before = None
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        alive = [cap for ref in _applied if (cap := ref()) is not None]
+        later = [cap for cap in alive[alive.index(self) + 1 :] if cap._device == self._device]
+        _applied[:] = [weakref.ref(cap) for cap in alive if cap is not self]
+        if later:
+            later[0]._before = before
+        else:
+            torch.cuda.set_per_process_memory_fraction(before, self._device)

@@ -53,6 +53,20 @@ def test_switching_off_twice_restores_the_first_value() -> None:
     assert configs(model) == before
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_models_that_share_a_config_the_last_one_switches_it_on_again(first: int) -> None:
+    """In whatever order they go."""
+    model, other = gpt2(), gpt2()
+    other.config = model.config
+    switches = CacheSwitch(), CacheSwitch()
+    for switch, each in zip(switches, (model, other), strict=True):
+        switch.off(each)
+    switches[first].restore()
+    assert model.config.use_cache is False
+    switches[1 - first].restore()
+    assert model.config.use_cache is True
+
+
 def test_models_without_a_config_are_fine() -> None:
     """Or with one that has no such switch."""
     model = nn.Sequential(nn.Linear(2, 2))

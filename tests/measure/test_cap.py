@@ -57,6 +57,18 @@ def test_what_is_cached_beyond_it_is_returned_at_once(limits: list[float], monke
     assert emptied == [True]
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_of_several_the_latest_holds_in_whatever_order_they_go(last: bool, limits: list[float]) -> None:
+    """A training that is dropped is gone when Python finds it; what was there before all of them comes last."""
+    one, other = ReservedCap(DEVICE, BUDGET_BYTES), ReservedCap(DEVICE, BUDGET_BYTES // 2)
+    one.apply()
+    other.apply()
+    (other if last else one).restore()
+    assert limits[-1] * TOTAL_BYTES == (BUDGET_BYTES if last else BUDGET_BYTES // 2)
+    (one if last else other).restore()
+    assert limits[-1] == 0.9
+
+
 def test_a_cpu_has_none(limits: list[float]) -> None:
     """Nothing is set, nothing put back."""
     limit = ReservedCap(torch.device("cpu"), BUDGET_BYTES)
