@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mimose import parts
-from lightning_mimose.dims import Leaf, sized_leaves
+from lightning_mimose.dims import Leaf, leaves_of, sized_leaves
 from lightning_mimose.errors import SizeError
 
 MOST_NODES = 64
@@ -42,8 +42,11 @@ def named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether there are tensors in it that have dimensions."""
-    return bool(leaves_in(value))
+    """Whether there are tensors in it."""
+    try:
+        return bool(leaves_of(value))
+    except SizeError:
+        return False
 
 
 def leaves_in(given: Any) -> list[Leaf]:

@@ -35,11 +35,10 @@ from torch import nn
 from lightning_mimose.actions.foreign import in_backward
 from lightning_mimose.actions.session import Session
 from lightning_mimose.advise.advisor import Advisor
-from lightning_mimose.dims import Leaf, sized_leaves
+from lightning_mimose.dims import Leaf
 from lightning_mimose.engine.arguments import (
     first_tensor,
     has_lists,
-    has_tensors,
     leaves_in,
     named,
     positional_names,
@@ -138,14 +137,14 @@ class Inlets:
             try:
                 return self._tracker.observe(batch)
             except SizeError:
-                if self._fixed or self._tracker.names or has_tensors(batch):
+                if self._fixed or self._tracker.names or leaves_in(batch):
                     raise
             self._read_at(Place(1))
             self._advisor.announce(
                 f"mimose: no tensor in this batch, a {type(batch).__name__}, has dimensions: sizes are read where the "
                 "model is called"
             )
-        self._blind = not (self._tracker.names or has_tensors(batch))
+        self._blind = not (self._tracker.names or leaves_in(batch))
         self._of_batch = _few_leaves(batch) if self._tracker.place.with_batch else []
         self._gates.attach(self)
         return None
@@ -382,8 +381,5 @@ _shape = itemgetter(1)
 
 
 def _few_leaves(batch: Any) -> list[Leaf]:
-    try:
-        leaves = sized_leaves(batch)
-    except SizeError:
-        return []
+    leaves = leaves_in(batch)
     return [(f"batch.{path}", shape) for path, shape in leaves] if len(leaves) <= FEW_LEAVES else []

@@ -76,7 +76,7 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerCost:
         return OptimizerCost(0, 0)
     if isinstance(optimizer, torch.optim.LBFGS):
         # Counted in parameters: its history (a direction and a step per entry), the last direction and gradient, and
-        # what an update holds besides, more of it with a line search. Measured: `tests/measure/test_resident.py`.
+        # what an update holds besides, more of it with a line search. Measured: `tests/measure/test_optimizers.py`.
         group = optimizer.param_groups[0]
         kept = 2 * group["history_size"] + 2 + (5 if group["line_search_fn"] is None else 11)
         return OptimizerCost(0, 0, kept * total)

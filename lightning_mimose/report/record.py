@@ -103,6 +103,7 @@ class Aggregates:
     offloaded_units: int = 0
     planning_seconds: float = 0.0
     largest_peak_bytes: int = 0
+    largest_share: float = 0.0
     largest_predicted_bytes: int = 0
 
     def add(self, record: StepRecord) -> None:
@@ -121,6 +122,7 @@ class Aggregates:
         if record.measured_peak_bytes is not None:
             self.measured += 1
             self.largest_peak_bytes = max(self.largest_peak_bytes, record.measured_peak_bytes)
+            self.largest_share = max(self.largest_share, record.measured_peak_bytes / record.budget_bytes)
             bound = record.measured_peak_bytes if record.reserved_peak_bytes is None else record.reserved_peak_bytes
             self.over_budget += bound > record.budget_bytes
 

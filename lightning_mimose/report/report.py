@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -223,13 +223,14 @@ class Report:
     def _peak_facts(self) -> Iterator[tuple[str, str]]:
         total = self.aggregates
         if total.measured:
-            share = self._share(total.largest_peak_bytes, lambda record: record.measured_peak_bytes)
+            share = self._share(total.largest_peak_bytes, total.largest_share)
             yield "largest measured peak", format_bytes(total.largest_peak_bytes) + share
         else:
             yield "largest measured peak", "no step was measured"
-        reserved = max((record.reserved_peak_bytes or 0 for record in self.records), default=0)
+        shares = [((r.reserved_peak_bytes or 0), (r.reserved_peak_bytes or 0) / r.budget_bytes) for r in self.records]
+        reserved = max((size for size, _ in shares), default=0)
         if reserved:
-            share = self._share(reserved, lambda record: record.reserved_peak_bytes)
+            share = self._share(reserved, max(share for _, share in shares))
             yield "largest reserved peak", format_bytes(reserved) + share
         if total.largest_predicted_bytes:
             yield "largest predicted peak", format_bytes(total.largest_predicted_bytes)
@@ -244,13 +245,12 @@ class Report:
         for stage, peak in self.evaluation_peaks.items():
             yield f"{stage} peak", f"{format_bytes(peak)} (outside the budget's promise)"
 
-    def _share(self, largest_bytes: int, peak_bytes: Callable[[StepRecord], int | None]) -> str:
-        """What it is of the budget; of several, what the largest share of one was that was in force."""
+    def _share(self, largest_bytes: int, most: float) -> str:
+        """What it is of the budget; where there were others, the most that a step took of the one in force."""
         if not self.budget_bytes:
             return ""
-        if all(record.budget_bytes == self.budget_bytes for record in self.records):
-            return f" ({_percent(largest_bytes / self.budget_bytes)} of the budget)"
-        most = max((peak_bytes(record) or 0) / record.budget_bytes for record in self.records)
+        if most == largest_bytes / self.budget_bytes:
+            return f" ({_percent(most)} of the budget)"
         return f" (at most {_percent(most)} of the budget in force)"
 
     def _step_facts(self) -> Iterator[tuple[str, str]]:

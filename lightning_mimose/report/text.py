@@ -73,7 +73,7 @@ def _lines(table: Table, width: int) -> Iterator[str]:
     else:
         cells = [table.header, *table.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths[0] = max(min(widths[0], _LABEL), min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
+        widths[0] = min(widths[0], max(_LABEL, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
         for row in cells:
             first = shorten(row[0], widths[0]).ljust(widths[0])
             rest = (cell.rjust(column) for cell, column in zip(row[1:], widths[1:], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -51,6 +52,16 @@ def test_it_is_left_alone_and_named(kind: type[Base], reason: str, caplog: pytes
     assert all(name in told[0] for name in NAMES)
 
 
+def alike(make: Callable[[], nn.Module], forced: Sequence[str] = NAMES, **options: Any) -> Mimose:
+    """Trains plainly and with units recomputed, to the same losses and weights; what kept the budget."""
+    plain, losses, _ = train(make, data())
+    model, ours, mimose = train(make, data(), forced, **options)
+    assert mimose is not None
+    assert ours == losses
+    assert everything(model) == everything(plain)
+    return mimose
+
+
 class Mixed(nn.Module):
     """A block with one part that cannot be repeated, and one that can."""
 
@@ -71,11 +82,7 @@ def test_the_parts_of_a_block_stand_in_for_it() -> None:
         net.blocks = nn.ModuleList(Mixed() for _ in range(3))
         return net
 
-    plain, losses, _ = train(make, data())
-    model, ours, mimose = train(make, data(), ["blocks.0", "blocks.1.good"], units=["Mixed", "*.good", "*.bad"])
-    assert mimose is not None
-    assert ours == losses
-    assert everything(model) == everything(plain)
+    mimose = alike(make, ["blocks.0", "blocks.1.good"], units=["Mixed", "*.good", "*.bad"])
     assert all(record.actions.keys() == {f"blocks.{i}.good" for i in range(3)} for record in mimose.records[:2])
     assert {"blocks.1.good": "recompute"} in [record.actions for record in mimose.records]
 
@@ -285,11 +292,7 @@ class Features(Net):
 def test_a_forward_that_is_stopped_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Its recomputation would raise the same in backward, where nobody catches it."""
     caplog.set_level(logging.INFO, "lightning_mimose")
-    plain, losses, _ = train(Features, data())
-    model, ours, mimose = train(Features, data(), NAMES)
-    assert mimose is not None
-    assert ours == losses
-    assert everything(model) == everything(plain)
+    mimose = alike(Features)
     assert mimose.records[-1].actions.keys() == {"blocks.0", "blocks.1"}
     assert any("never recomputed: blocks.2 (its forward ends in an error" in line for line in caplog.messages)
 
@@ -310,11 +313,7 @@ class Asking(Net):
 @pytest.mark.conformance(AREA, "blocks whose errors the model catches", "guarded")
 def test_calls_that_end_in_an_error_are_measured() -> None:
     """As calls that kept nothing."""
-    plain, losses, _ = train(lambda: Asking(Base), data())
-    model, ours, mimose = train(lambda: Asking(Base), data(), NAMES)
-    assert mimose is not None
-    assert ours == losses
-    assert everything(model) == everything(plain)
+    mimose = alike(lambda: Asking(Base))
     planned = [record for record in mimose.records if not record.sheltered]
     assert len(planned) >= 6
     assert all(

@@ -56,6 +56,9 @@ def test_a_share_is_of_the_budget_that_was_in_force() -> None:
     assert "(50.0 % of the budget)" in str(report(record(), record()))
     text = str(report(record(measured_peak_bytes=3_600_000, budget_bytes=4_000_000), record()))
     assert "3.60 MB (at most 90.0 % of the budget in force)" in text
+    earlier = record(measured_peak_bytes=1_100_000)
+    many = [record(measured_peak_bytes=900_000, budget_bytes=2_000_000)] * MAX_RECORDS
+    assert "1.10 MB (110.0 % of the budget)" in str(report(earlier, *many))
 
 
 def test_labels_of_rows_are_not_cut_to_less_than_can_be_read() -> None:
