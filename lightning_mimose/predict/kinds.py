@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_mimose.predict.separate import are_separate
+from lightning_mimose.predict.told import CHANCE, PROVEN, ToldBySize
 
 MOST_WRONG = 3
 """How often a kind may be foreseen and not come before it has to come more often than not."""
@@ -30,8 +31,6 @@ FADES, CHANGED = 0.95, 2.0
 """What is left of a kind's weight with each step, and how many times as much another one needs to be the usual one."""
 MOST_RENEWALS = 2
 """How often all is learnt anew where the number goes by the size, and another one of a size is met."""
-PROVEN, CHANCE = 4, 0.01
-"""How often what goes by the units that are called has to come as foreseen, and how likely that may be by chance."""
 MOST_PATHS, MOST_PATHS_OF_SIZE = 256, 16
 """Sets of units that were called and are remembered, in all and of each size."""
 
@@ -217,6 +216,7 @@ class Kinds:
         """Size -> units that were called -> the number of operations, each the first time."""
         self._paths: dict[Hashable, Hashable] = {}
         """The same of all sizes."""
+        self._told = ToldBySize()
         self._renewals = 0
         self._right = self._wrong = 0
 
@@ -235,7 +235,7 @@ class Kinds:
 
         What such steps take is known from the paths through the model, see `predict.paths`, and from their sizes.
         """
-        if kind.is_sure or (kind.shares and not kind.is_apart):
+        if kind.is_sure or (kind.shares and not kind.is_apart and not self._told.holds):
             return False
         return not kind.pattern.is_proven(kind.times / max(1, self._times))
 
@@ -286,6 +286,9 @@ class Kinds:
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
         if other != count and other in self._counts:
             kind.shares = self._counts[other].shares = True
+        self._told.saw(size, count, kind.times / max(1, self._times))
+        if self._named and self._told.holds:
+            self._doubt()
         before, always = self._of_size(size, path, count)
         if self._named and always and not kind.is_sure:
             self._steady = 0
@@ -313,6 +316,13 @@ class Kinds:
             is_new &= steady >= STEADY
             return self._by_size(conflicts) if is_first else Seen(None, doubts=is_new, is_new=is_new)
         return self._known(kind, mixed)
+
+    def _doubt(self) -> None:
+        """What was foreseen of numbers that go by the size was chance."""
+        for kind in self._named[1:]:
+            kind.is_sure &= kind.pattern.is_proven(kind.times / max(1, self._times))
+        if not self._named[self.usual].is_sure:
+            self.usual = 0
 
     def _of_size(self, size: Hashable, path: Hashable, count: Hashable) -> tuple[Hashable, bool]:
         """The number that a size had when these units were called, and whether it was met and had no other at all."""

@@ -255,6 +255,35 @@ def test_what_batches_of_one_have_is_no_kind() -> None:
     assert never >= 54
 
 
+def test_what_goes_by_the_sides_of_images_is_no_kind() -> None:
+    """Windows of 4 by 4 at three levels pad what is no multiple: no range of sizes tells how many, but sides do."""
+    taken_for_others = []
+    for seed in range(40):
+        chance, kinds = random.Random(seed), Kinds()
+        for step in range(80):
+            height, width = (16 * chance.randint(4, 8) for _ in range(2))
+            padded = sum((height % side > 0) + (width % side > 0) for side in (32, 64, 128))
+            size = BatchSize((("batch", chance.randint(2, 4)), ("x:1", 3), ("x:2", height), ("x:3", width)))
+            taken_for_others += [step] if kinds.foresee(step, step) else []
+            kinds.saw(step, step, size, 400 + padded)
+        assert not any(kinds.is_sure(index) for index in range(1, MOST_KINDS))
+    assert len(taken_for_others) <= 40 * 4
+    assert max(taken_for_others) < 40
+
+
+@pytest.mark.parametrize("every", [3, 5, 8])
+def test_a_loss_beside_sizes_that_come_again_in_part_is_a_kind(every: int) -> None:
+    """Sizes without their batch come again with other numbers, so it does not go by them."""
+    chance, kinds, wrong = random.Random(every), Kinds(), list[int]()
+    for step in range(120):
+        size = BatchSize((("batch", chance.randint(2, 9)), ("x:2", 16 * chance.randint(4, 8))))
+        foreseen = kinds.foresee(step, step)
+        seen = kinds.saw(step, step, size, 90 if step % every == 0 else 70)
+        wrong += [step] if seen.kind not in (None, foreseen) else []
+    assert not [step for step in wrong if step > 60]
+    assert kinds.is_sure(1)
+
+
 def test_a_kind_whose_batches_are_larger_is_foreseen_once_it_is_proven() -> None:
     """Every fifth step has another loss, and batches of its own."""
     kinds, wrong = Kinds(), []
