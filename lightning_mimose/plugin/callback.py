@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -361,7 +362,7 @@ class MimoseCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is pickled, knows what was learnt, and takes no part in the run that goes on."""
         state = {name: value for name, value in vars(self).items() if name not in LENT}
-        return {**state, "_run": None}
+        return {**state, "_run": None, "_evaluation": copy(self._evaluation)}
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""

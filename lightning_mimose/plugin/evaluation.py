@@ -31,6 +31,10 @@ class EvaluationMeter:
         """Stage and loader -> the largest batch that was measured, and the most that any took besides; in bytes."""
         self._tenancy: Tenancy | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled, knows what was measured, and measures no batch that is running."""
+        return {**vars(self), "_meter": None, "_tenancy": None}
+
     def begin(self, engine: Engine, batch: Any, batch_idx: int, stage: str, loader: int = 0) -> None:
         """Start measuring a batch of one of the stage's loaders."""
         measured = counters.exist(engine.device) or not batch_idx

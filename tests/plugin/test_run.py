@@ -15,7 +15,7 @@ from lightning_mimose import BudgetInfeasibleError, MimoseCallback
 from lightning_mimose.plugin.run import Run
 from tests.helpers.fits import batches, run, same
 from tests.helpers.meter import MeterCallback
-from tests.helpers.models import Task, TinyText, loader, quiet_trainer
+from tests.helpers.models import Batch, Task, TinyText, loader, quiet_trainer
 
 
 class Changing(Task):
@@ -141,8 +141,40 @@ def test_optimizers_that_stay_are_watched_once(monkeypatch: pytest.MonkeyPatch) 
     assert all(seen)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
-def test_the_callback_can_be_copied_in_mid_run(copied: Callable[[MimoseCallback], MimoseCallback]) -> None:
+Copied = Callable[[MimoseCallback], MimoseCallback]
+every_way = pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))]
+)
+
+
+@every_way
+def test_a_copy_in_mid_validation_ends_no_measurement(copied: Copied) -> None:
+    """Nor does it measure on."""
+
+    def peaks(way: Copied | None) -> tuple[int, list[MimoseCallback]]:
+        callback, copies = MimoseCallback("1GB"), list[MimoseCallback]()
+
+        class Validating(Task):
+            def validation_step(self, batch: Batch, _: int) -> None:
+                """Copies before it takes anything."""
+                if way is not None:
+                    copies.append(way(callback))
+                    copies[-1].teardown(self.trainer, self, "fit")
+                self.model(**batch)
+
+        trainer, data = quiet_trainer(callback), batches("text", 3)
+        trainer.fit(Validating(TinyText()), loader(data), loader(data))
+        return callback._evaluation.peaks["validation"], copies
+
+    expected, _ = peaks(None)
+    found, copies = peaks(copied)
+    assert found == expected
+    assert copies
+    assert all(each._evaluation._meter is None for each in copies)
+
+
+@every_way
+def test_the_callback_can_be_copied_in_mid_run(copied: Copied) -> None:
     """As some callbacks copy the trainer's others, or all of a module; the copy has no part in the run."""
     callback, copies = MimoseCallback("1GB"), list[MimoseCallback]()
 
