@@ -41,6 +41,7 @@ RAISED = "its forward ends in an error that is caught outside"
 
 def patch_unit(unit: Unit, session: Session) -> None:
     """Make a unit do what the session says whenever its forward is called."""
+    session.mark(unit.name, id(unit.module))
     patch(unit.module, partial(_Calls, unit, session), session, session.ran)
 
 

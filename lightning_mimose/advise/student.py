@@ -35,13 +35,23 @@ class Student(Forecast):
 
     forgotten = barred_bytes = scratch_bytes = 0
 
-    def learn(self, size: BatchSize, observation: Observation, *, bare: bool = False) -> None:
+    def called(self, size: BatchSize, units: int) -> None:
+        """Learn which units a step called, planned or not.
+
+        Args:
+            size: The batch's size.
+            units: Stands for them.
+        """
+        self.estimator.called(size.dims, units)
+
+    def learn(self, size: BatchSize, observation: Observation, *, bare: bool = False, units: int | None = None) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones.
 
         Args:
             size: The batch's size.
             observation: What was measured.
             bare: Whether it found no gradients of an earlier step, see `Estimator.add`.
+            units: Stands for the units that were called, see `called`.
         """
         self.misses.fade()  # no planned step may be left to show that less will do
         self.estimator.add(
@@ -51,6 +61,7 @@ class Student(Forecast):
             observation.maxima,
             bare=bare,
             seconds=observation.seconds,
+            units=units,
         )
         self._forget_plans()
 

@@ -97,8 +97,11 @@ class Lessons:
             step: The step.
             what: Stands for what it did with gradients, see `engine.passes`.
         """
-        seen = self._advisor.postures.saw(step.batch_idx, step.size, what, self._session.path())
+        units = self._session.path()
+        seen = self._advisor.postures.saw(step.batch_idx, step.size, what, units)
         step.strange = seen.kind not in (None, step.kind)
+        if not step.strange:
+            self._advisor.called(step.size, units)
         if seen.doubts and not step.sheltered:
             self._advisor.misses.verified = 0  # the next are held against theirs
             if seen.is_new:
@@ -314,7 +317,8 @@ class Lessons:
         if ran:
             kept = None if step.resident.zeroes_gradients else step.resident.old_gradient_bytes
             observation = observe(trace, step.batch_bytes, kept, GRADES)
-            self._advisor.learn(step.size, observation, bare=not step.resident.old_gradient_bytes)
+            bare, units = not step.resident.old_gradient_bytes, self._session.path()
+            self._advisor.learn(step.size, observation, bare=bare, units=units)
             self._advisor.hint("attention", attention_hint(self._model, observation.structure, observation.values))
             if self._read_at != (place := self._advisor.tracker.place):
                 self._read_at, self._learnt = place, 0

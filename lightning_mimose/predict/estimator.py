@@ -22,8 +22,8 @@ from lightning_mimose.predict.features import Relation, varying_dims
 from lightning_mimose.predict.fit import Fit
 from lightning_mimose.predict.fits import Fits, Part, with_batch_of, with_side, with_value
 from lightning_mimose.predict.given import tells_more
-from lightning_mimose.predict.loops import paths_at
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima, Measured
+from lightning_mimose.predict.nearby import alone_with, nearer
 from lightning_mimose.predict.observed import Observed
 from lightning_mimose.predict.pace import Pace
 from lightning_mimose.predict.paths import Key, names_of
@@ -86,6 +86,7 @@ class Estimator:
         *,
         bare: bool = False,
         seconds: float = 0.0,
+        units: int | None = None,
     ) -> None:
         """Learn from one measured step.
 
@@ -97,9 +98,10 @@ class Estimator:
             bare: Whether it found no gradients of an earlier step. What others do with those (clones that are kept from
                 step to step) is no part of it then, so others are believed rather than it.
             seconds: What the forward of all that was recomputed took.
+            units: Stands for the units that were called, see `Parting.called`; None where nobody knows.
         """
         key = tuple(sorted(dims.items()))
-        if not self.observed.add(key, structure, Measured(values, maxima, seconds), self.resident_bytes):
+        if not self.observed.add(key, structure, Measured(values, maxima, seconds), self.resident_bytes, units):
             return
         self.observed.note_gradients(key, bare=bare)
         self.trust.measured(key, len(self))
@@ -146,6 +148,10 @@ class Estimator:
         """Whether a size always took one of several paths, so that what is predicted for it holds for no other size."""
         return self.observed.varies and self.observed.habits.of(tuple(sorted(dims.items()))) is not None
 
+    def called(self, dims: Iterable[tuple[str, int]], units: int) -> None:
+        """A step of some size, measured or planned, called a set of units, see `Parting.called`."""
+        self.observed.parting.called(tuple(sorted(dims)), units)
+
     def unsettle(self, dims: Iterable[str]) -> bool:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self.observed.waits.strange(tuple(sorted(dims)))
@@ -163,7 +169,7 @@ class Estimator:
         return is_new and self.observed.waits.strange(names)
 
     def predict(self, dims: Mapping[str, int]) -> Prediction | None:
-        """Predict a size; None before anything was observed, or if the batch has other dimensions."""
+        """Predict a size; None before anything was observed of its dimensions, or of the path that it takes."""
         key, observed = tuple(sorted(dims.items())), self.observed
         names = names_of(key)
         latest = observed.latest(names)
@@ -172,10 +178,11 @@ class Estimator:
         alike = observed.alike(names)
         newest = {latest.path: latest} | {other.path: other for other in alike if other.path != latest.path}
         settled = observed.waits.are_over(names)
-        if len(newest) > 1 and names in observed.loops.folds:
-            seen = {path: [*observed.taken(path, names)] for path in newest}
-            likely = paths_at(key, seen)
+        if observed.by_size(names):
+            likely = observed.likely(key, newest)
             newest = {path: shape for path, shape in newest.items() if path in likely}
+            if not newest:
+                return None
             settled = settled and len(newest) == 1  # between two, others will tell
         alone = {path: self._alone(structure, dims, key) for path, structure in newest.items()}
         paths = {path: alone[path] or self._beside_gradients(each, dims, key) for path, each in newest.items()}
@@ -185,7 +192,9 @@ class Estimator:
             paths = {path: each for path, each in paths.items() if path in here or (each and each.trusted)}
         first, *others = paths.values()
         unsure = [newest[path] for path in paths if alone[path] is None]
-        others += [self._fitted(each, dims, key) for structure in unsure for each in observed.nearer(structure, key)]
+        others += [
+            self._fitted(each, dims, key) for structure in unsure for each in nearer(observed.sizes, structure, key)
+        ]
         if first is None or (settled and not others):
             return first
         found = [each for each in (first, *others) if each is not None]
@@ -200,12 +209,12 @@ class Estimator:
 
     def _alone(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """By the one shape of batches that are as large, where that tells enough: no other one says anything then."""
-        shape = self.observed.alone_with(structure, key)
+        shape = alone_with(self.observed.sizes, structure, key)
         found = None if shape is None else self._beside_gradients(shape, dims, key)
         if found is None or not found.trusted:
             return None
         other = found.structure  # of the other kind, maybe
-        return found if other is shape or self.observed.alone_with(other, key) == other else None
+        return found if other is shape or alone_with(self.observed.sizes, other, key) == other else None
 
     def _beside_gradients(self, structure: Structure, dims: Mapping[str, int], key: Key) -> Prediction | None:
         """As `_on_path`, by steps that treat gradients of earlier ones as the next one will, where they tell enough.

@@ -228,6 +228,12 @@ def bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]], *, rounds: 
     quadratic = list(dict.fromkeys([*linear, *(monomial(dims, *pair) for pair in pairs)]))
     # Attention over pixels: the square of an area.
     area = list(dict.fromkeys([*quadratic, *(monomial(dims, *pair, *pair) for pair in pairs)]))
+    # Of two values (one image or two) a square says what the value and the constant do: no fit would come of it.
+    two = {i for i in others if len({size[dims[i]] for size in sizes}) == 2}
+    quadratic, area = (
+        list(dict.fromkeys(tuple(min(e, 1) if i in two else e for i, e in enumerate(m)) for m in ladder))
+        for ladder in (quadratic, area)
+    )
     surfaces = may_be_surfaces(sizes)
     # Texts of a batch in rows of several (answers to choose from, passages): one side is only how many there are. There
     # may be another text beside them (a question).

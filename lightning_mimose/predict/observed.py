@@ -5,38 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lightning_mimose.predict.accumulating import either
-from lightning_mimose.predict.handing import common
-from lightning_mimose.predict.loops import Loops, Step
+from lightning_mimose.predict.handed import Handing
+from lightning_mimose.predict.loops import Loops, Step, paths_at
 from lightning_mimose.predict.maxima import Maxima, Measured
+from lightning_mimose.predict.nearby import may_have_been, of_kind
+from lightning_mimose.predict.parting import Parting
 from lightning_mimose.predict.paths import Habits, Key, Path, Waits, names_of
 from lightning_mimose.predict.scatter import Scatter
 from lightning_mimose.predict.structure import Structure
 
 MAX_OBSERVATIONS = 48
 MAX_STRUCTURES = 8
-FEWEST_SIZES = 3
-"""Sizes of a shape that say that there are more like these."""
 FORGET_AFTER = 20
 """Steps in a row on the same part of the longest path seen, after which that one counts as a thing of the past."""
-
-
-class Handing(NamedTuple):
-    """What becomes of lean units' results, in steps of every shape.
-
-    Attributes:
-        handed_on: Unit -> up to which grade its result is handed on.
-        takers: Unit whose result could be rebuilt -> the units that are given it.
-        places: Unit of `handed_on` -> which of the storages that it returns is handed on, from 0.
-    """
-
-    handed_on: dict[str, int]
-    takers: dict[str, frozenset[str]]
-    places: dict[str, int]
 
 
 class Observed:
@@ -48,6 +34,7 @@ class Observed:
         waits: Of every kind of batch: how many steps have yet to show whether there are more paths.
         habits: Sizes that always take one path.
         loops: Whether how often units are called goes by the size.
+        parting: Whether it does which of them are called.
         scatter: By how much steps of one size differ.
         bare: Size of the step that found no gradients of an earlier one, as the very first does; None where several do,
             or once it was measured in another.
@@ -58,7 +45,7 @@ class Observed:
         self.sizes: dict[Structure, dict[Key, Measured]] = {}
         self.varies = False
         self.waits, self.habits, self.scatter = Waits(), Habits(), Scatter()
-        self.loops = Loops()
+        self.loops, self.parting = Loops(), Parting()
         self.bare: Key | None = None
         self.oldest: Key | None = None
         self._steps = 0
@@ -75,7 +62,9 @@ class Observed:
         """Number of distinct sizes observed."""
         return sum(len(sizes) for sizes in self.sizes.values())
 
-    def add(self, key: Key, structure: Structure, measured: Measured, resident_bytes: int) -> bool:
+    def add(
+        self, key: Key, structure: Structure, measured: Measured, resident_bytes: int, units: int | None = None
+    ) -> bool:
         """Remember one measured step.
 
         Args:
@@ -83,19 +72,26 @@ class Observed:
             structure: Its shape.
             measured: Its columns.
             resident_bytes: What is resident besides activations: differences are shares of a step's whole peak.
+            units: Stands for the units that were called, see `Parting.called`; None where nobody knows.
 
         Returns:
             Whether it was: one that leaves calls out needs less than the next one may, so of paths that are parts of
             each other only the longest is learnt from.
         """
         step = Step(key, structure, measured)
+        for aside in self.parting.laid_aside(names_of(key)):
+            self._add(aside, resident_bytes)
         instead = self.loops.saw(step)
         if instead is not None:
             self._forget(names_of(key))
             for other in instead:
                 if other.key != key:
                     self._add(self.loops.folded(other), resident_bytes)
-        return self._add(self.loops.folded(step), resident_bytes)
+        step = self.loops.folded(step)
+        self.habits.add(key, step.structure.path)
+        if units is not None:
+            self.parting.took(key, units, step.structure.path)
+        return self._add(step, resident_bytes)
 
     def _forget(self, names: tuple[str, ...]) -> None:
         """Forget all batches with these dimensions."""
@@ -108,6 +104,23 @@ class Observed:
         self._handing, self._shorter = None, 0
         self.waits.left[names] = 0
         self.habits.forget(names)
+        self.parting.forget(names)
+
+    def by_size(self, names: tuple[str, ...]) -> bool:
+        """Whether it goes by the size which path batches with these dimensions take."""
+        return names in self.loops.folds or names in self.parting.parts
+
+    def likely(self, key: Key, paths: Collection[Path]) -> set[Path]:
+        """Those of some paths that steps of a size may take, as far as it goes by the size; none if it is another one.
+
+        Args:
+            key: The size.
+            paths: Paths that batches with its dimensions took.
+        """
+        names, found = names_of(key), set(paths)
+        if names in self.loops.folds:
+            found = paths_at(key, {path: [*self.taken(path, names)] for path in paths})
+        return found & self.parting.likely(key) if names in self.parting.parts else found
 
     def _add(self, step: Step, resident_bytes: int) -> bool:
         """Remember one measured step that counts as what it is; see `add`."""
@@ -119,12 +132,10 @@ class Observed:
                 structure = structure.with_holds_of(other)
         for other in others:
             self._rename(other, structure)
-        self.habits.add(key, structure.path)
         # One of another kind of batch (a text without images) is a path of its own.
         alike = self.alike(names)
         is_known = any(structure.path == other.path for other in alike)
-        # What goes by the size is not left out by chance.
-        by_size = names in self.loops.folds
+        by_size = self.by_size(names)  # then it is not left out by chance
         is_part = not by_size and any(structure.path.is_part_of(other.path) for other in alike)
         self.varies |= bool(alike) and not is_known
         if is_known or is_part:
@@ -136,6 +147,7 @@ class Observed:
             self._shorter = self._shorter + 1 if structure == self._shorter_path else 1
             self._shorter_path = structure
             if self._shorter < FORGET_AFTER:
+                self.parting.lay_aside(step)
                 return False
         self._shorter = 0
         for other in alike:
@@ -220,7 +232,7 @@ class Observed:
 
         Not of inputs that units save themselves in steps of another shape, where this may have been one.
         """
-        for other in self._may_have_been(structure, key):
+        for other in may_have_been(self.sizes, structure, key):
             loose = {frozenset(other.calls[index].key for index in each.given) for each in other.loose}
             fates = {calls: last for calls, last in fates.items() if calls in loose}
         refined = structure.contradicted(fates, acting)
@@ -230,33 +242,11 @@ class Observed:
         self._handing = None
         return True
 
-    def _may_have_been(self, structure: Structure, key: Key) -> Iterator[Structure]:
-        """Other shapes on the same path, that a step which was planned by one may have had: batches as large had them.
-
-        The transposes of a batch of one are no copies: units save what they are given in their place.
-        """
-        batch = dict(key).get("batch")
-        if key in self.sizes.get(structure, {}):
-            return
-        for other, known in self.sizes.items():
-            as_large = any(dict(each).get("batch") == batch for each in known)
-            if as_large and other != structure and other.path == structure.path:
-                yield other
-
     @property
     def handing(self) -> Handing:
         """What becomes of lean units' results."""
         if self._handing is None:
-            takers: dict[str, frozenset[str]] = {}
-            places: dict[str, set[int]] = {}
-            for structure in self.sizes:
-                for each in structure.handing:
-                    unit, taker = structure.calls[each.call].unit, structure.calls[each.taker].unit
-                    takers[unit] = takers.get(unit, frozenset()) | {taker}
-                    places.setdefault(unit, set()).add(each.place)
-            limits = common(structure.handed_on for structure in self.sizes)
-            always = {unit: min(found) for unit, found in places.items() if len(found) == 1}
-            self._handing = Handing({unit: limit for unit, limit in limits.items() if unit in always}, takers, always)
+            self._handing = Handing.of(self.sizes)
         return self._handing
 
     def latest(self, names: tuple[str, ...]) -> Structure | None:
@@ -274,52 +264,7 @@ class Observed:
 
     def of(self, structure: Structure, names: tuple[str, ...]) -> dict[Key, Measured]:
         """The sizes with these dimensions that were measured of a shape."""
-        return {key: measured for key, measured in self.sizes[structure].items() if names_of(key) == names}
-
-    def nearer(self, structure: Structure, key: Key) -> list[Structure]:
-        """Other shapes of steps on the same path, with sizes that are nearer to one which was not measured.
-
-        Short texts may be worked on in another way than long ones, by the same blocks: whatever was measured last, it
-        says less of sizes far from its own than what was seen around those.
-
-        Args:
-            structure: A shape that was measured.
-            key: A size.
-        """
-        names = names_of(key)
-        spans = {
-            other: known
-            for other in self._beside(structure)
-            if len(known := self.of(other, names)) >= FEWEST_SIZES or other == structure
-        }
-        if any(key in known for known in spans.values()):
-            return []
-        beyond = {other: _beyond(key, known) for other, known in spans.items()}
-        return [other for other in spans if beyond[other] < beyond[structure]]
-
-    def alone_with(self, structure: Structure, key: Key) -> Structure | None:
-        """The shape that all steps on the same path had whose batches are as large as a size's, which is among theirs.
-
-        Batches of one leave out what others need (masks, repeated positions).
-
-        Args:
-            structure: A shape that was measured.
-            key: A size.
-        """
-        names, batch = names_of(key), dict(key).get("batch")
-        shapes = self._beside(structure)
-        if batch is None or len(shapes) < 2:
-            return None
-        seen = {other: [each for each in self.of(other, names) if dict(each)["batch"] == batch] for other in shapes}
-        found = [other for other in shapes if seen[other]]
-        if len(found) != 1 or len(seen[found[0]]) < FEWEST_SIZES or _beyond(key, seen[found[0]]) > 1:
-            return None
-        return found[0]
-
-    def _beside(self, structure: Structure) -> list[Structure]:
-        """The shapes on the same path, beside the same gradients of earlier steps."""
-        gradients = structure.old_gradient_bytes
-        return [each for each in self.sizes if each.path == structure.path and each.old_gradient_bytes == gradients]
+        return of_kind(self.sizes[structure], names)
 
     def taken(self, path: Path, names: tuple[str, ...]) -> Iterator[Key]:
         """The sizes with these dimensions that were seen to take a path."""
@@ -333,6 +278,7 @@ class Observed:
         return {
             "varies": self.varies,
             **self.loops.state_dict(),
+            **self.parting.state_dict(number),
             "waits": [[list(kind), left] for kind, left in self.waits.left.items()],
             "bare": None if self.bare is None else list(map(list, self.bare)),
             "observed": [
@@ -356,10 +302,10 @@ class Observed:
         """Take over what another one remembered."""
         self.varies = bool(state.get("varies", False))
         self.loops.load_state_dict({**state, "calls": ()})
-        paths = []
-        for entry in state["observed"]:
-            structure = Structure.of(entry["structure"])
-            paths.append(structure.path)
+        structures = [Structure.of(entry["structure"]) for entry in state["observed"]]
+        paths = [structure.path for structure in structures]
+        self.parting.load_state_dict(state, paths)
+        for structure, entry in zip(structures, state["observed"], strict=True):
             for pairs, values, maxima, seconds in entry["sizes"]:
                 key = tuple(sorted((name, int(value)) for name, value in pairs))
                 measured = Measured(np.array(values, dtype=np.float64), Maxima.from_state(maxima), float(seconds))
@@ -376,14 +322,3 @@ class Observed:
         for number, pairs, steps in state["habits"]:
             self.habits.steps[tuple((name, int(value)) for name, value in pairs)] = paths[number], int(steps)
         self.scatter = Scatter()  # what is loaded was measured by somebody else
-
-
-def _beyond(key: Key, known: Collection[Key]) -> float:
-    """How many times a size is outside of what others span, in one dimension at least; 1 if it is in there."""
-    if not known:
-        return float("inf")
-    spans = ([other[i][1] for other in known] for i in range(len(key)))
-    outside = (
-        (value / max(1, max(span)), min(span) / max(1, value)) for (_, value), span in zip(key, spans, strict=True)
-    )
-    return max((1.0, *(each for pair in outside for each in pair)))

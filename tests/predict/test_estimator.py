@@ -19,6 +19,7 @@ from lightning_mimose.measure.observe import Observation, observe
 from lightning_mimose.predict.estimator import Estimator
 from lightning_mimose.predict.features import BLOCKS
 from lightning_mimose.predict.fitting import best_fit
+from lightning_mimose.predict.nearby import nearer
 from lightning_mimose.predict.prediction import Prediction
 from lightning_mimose.predict.structure import Structure
 from tests.helpers.models import TinyText, text_batch
@@ -329,7 +330,7 @@ def test_which_other_shapes_say_something_of_a_size() -> None:
             estimator.add(size, shape, law()(size))
         for size in text(21, 24, 27):
             estimator.add(size, short, law()(size))
-        return estimator.observed.nearer(short, key)
+        return nearer(estimator.observed.sizes, short, key)
 
     assert others(long, (60, 80, 130)) == [long]
     assert not others(long, (60, 130)), "too few"
@@ -345,8 +346,8 @@ def test_a_shape_of_which_no_such_sizes_are_left_says_nothing() -> None:
         estimator.add(size, long, law()(size))
     estimator.add({"batch": 8, "mask:1": 24}, structure(), law()({"batch": 8, "ids:1": 24}))
     key = tuple(sorted(text(90)[0].items()))
-    assert estimator.observed.nearer(structure(), key) == [long]
-    assert estimator.observed.nearer(long, key) == []
+    assert nearer(estimator.observed.sizes, structure(), key) == [long]
+    assert nearer(estimator.observed.sizes, long, key) == []
 
 
 @pytest.mark.parametrize("asked", [1, 20_000])

@@ -1,0 +1,73 @@
+"""Steps that call other blocks than others, by their size: long texts that skip some, short ones that do, either."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.models import Batch, Block, Task, TinyText, text_batch
+from tests.helpers.pairs import pair
+
+STEPS, LIMIT = 72, 40
+
+
+class Skips(Task):
+    """Skips most blocks in some steps."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__(TinyText(6, 32))
+        self.others = nn.ModuleList()
+
+    def skips(self, length: int) -> bool:
+        """Whether texts of some length do."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of one batch."""
+        x = self.model.embed(batch["input_ids"])
+        skips = self.skips(x.shape[1])
+        for layer in [*self.model.layers[:2], *(self.others if skips else self.model.layers[2:])]:
+            x = layer(x)
+        return x.square().mean()
+
+
+class LongSkip(Skips):
+    """Long texts call two blocks only."""
+
+    def skips(self, length: int) -> bool:
+        """See above."""
+        return length > LIMIT
+
+
+class ShortSkip(Skips):
+    """Short texts do."""
+
+    def skips(self, length: int) -> bool:
+        """See above."""
+        return length <= LIMIT
+
+
+class Either(LongSkip):
+    """Long texts call a block of their own in place of the others."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__()
+        self.others = nn.ModuleList([Block(32)])
+
+
+@pytest.mark.conformance("How people train", "blocks that are left out of long texts", "works")
+@pytest.mark.parametrize("task", [LongSkip, ShortSkip, Either])
+def test_what_goes_by_the_size_is_learnt_for_its_sizes(task: type[Skips]) -> None:
+    """Each path is predicted for the sizes that take it, to within 1 %, once enough steps have shown it."""
+    chance = random.Random(3)
+    data = [text_batch(4, chance.randint(8, 72), i) for i in range(STEPS)]
+    both = pair(0.8, task=task, data=data)
+    late = [*zip(both.callback.records, both.budgeted.peaks, strict=True)][STEPS // 2 :]
+    assert sum(record.sheltered for record, _ in late) <= 2
+    for record, peak in late:
+        if not record.sheltered:
+            assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01), record.size
