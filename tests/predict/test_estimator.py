@@ -801,3 +801,31 @@ def test_a_square_that_hardly_shows_is_not_left_out_where_all_others_tell_of_it(
         if prediction.trusted:
             np.testing.assert_allclose(prediction.values, values(size), rtol=2e-3)
     assert predicted(estimator, {"batch": 8, "ids:1": 24}).trusted
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_dimension_of_two_values_hides_no_square_of_another(power: int) -> None:
+    """One image or three beside attention over a text: the two tell their square, and nothing of what is between."""
+    draw = np.random.default_rng(0).integers(0, 1000, (5, structure().columns)) * 4.0
+
+    def values(size: Size) -> NDArray[np.float64]:
+        batch, n, images = size["batch"], size["ids:1"], size["img:1"]
+        found: NDArray[np.float64] = draw[0] + batch * (
+            draw[1] + draw[2] * n + draw[3] * n**2 + draw[4] * images**power
+        )
+        return found
+
+    chance = random.Random(0)
+    sizes = [
+        {"batch": chance.randint(1, 4), "ids:1": chance.randint(16, 128), "img:1": chance.choice((1, 3))}
+        for _ in range(30)
+    ]
+    estimator = learnt(sizes, values)
+    for length in (20, 64, 101):
+        for images in (1, 3):
+            size = {"batch": 3, "ids:1": length, "img:1": images}
+            found = predicted(estimator, size)
+            assert found.trusted
+            peaks = [structure().summary(each[None])[0, :2] for each in (found.values, values(size))]
+            assert np.allclose(*peaks, rtol=1e-6 if power == 1 else 5e-3)
+        assert not predicted(estimator, {"batch": 3, "ids:1": length, "img:1": 2}).trusted
