@@ -21,7 +21,7 @@ from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.structure import Structure
 from lightning_mimose.sizes import BatchSize
 
-STATE_VERSION = 25
+STATE_VERSION = 26
 
 
 class Student(Forecast):

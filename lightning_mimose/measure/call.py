@@ -42,10 +42,13 @@ class Call:
         packed: Storage id -> bytes of what the forward of a region would have saved.
         first_pack: How many tensors regions had saved in the step's forward before it.
         last_pack: Which of them, counted from 0, was the last that it saved itself; -1 where it saved none.
-        lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when that
-            returned, for nothing leads to it from the result (the choice that a router makes) -> the interval in which
-            it went.
-        idle: (that interval, storage id, bytes) of such a one, which nevertheless stays to the recomputation's end.
+        lost: Which of what a region's forward saved, counted from 0, had gone with its part of the graph when backward
+            began, for nothing leads to it from the loss (the choice that a router makes, a result that nobody wants) ->
+            the interval in which it went.
+        idle: (that interval, storage id, bytes) of one that had gone when the region returned, which nevertheless stays
+            to the recomputation's end.
+        late: (that interval, storage id, bytes) of what the call saved itself and went after the region had returned.
+        longer: Storage id -> bytes of what a region has saved again and its graph holds for longer where it is kept.
         copied_bytes: Of the state that would be copied for its forward alone were it recomputed itself, if it was not.
         stashed_bytes: Of what its forward writes, copied for its recomputation, or would be.
         cached_bytes: Of what it saved in forward, nested calls included: casts of weights in autocast's cache.
@@ -83,6 +86,8 @@ class Call:
     last_pack: int = -1
     lost: Mapping[int, int] = field(default_factory=dict)
     idle: list[tuple[int, int, int]] = field(default_factory=list)
+    late: list[tuple[int, int, int]] = field(default_factory=list)
+    longer: dict[int, int] = field(default_factory=dict)
     copied_bytes: int = 0
     stashed_bytes: int = 0
     cached_bytes: int = 0

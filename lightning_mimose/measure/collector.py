@@ -65,7 +65,15 @@ class StepRecorder:
         self._curve = Curve(device, gradient_bytes, profile=profile, compiles=compiles, gradients_stay=gradients_stay)
         self._storages = Storages(resident, self._curve.ask, renewed)
         self._calls: list[Call] = []
-        self.replays = Replays(self._curve, self._storages, self._calls, Clock(device), count_flops=count_flops)
+        self._cycles = cycles = Cycles()
+        self.replays = Replays(
+            self._curve,
+            self._storages,
+            self._calls,
+            Clock(device),
+            count_flops=count_flops,
+            searching=lambda: cycles.searching,
+        )
         self._stack: list[Call] = []
         self._occurrences: dict[str, int] = {}
         self._outputs: list[tuple[Call, int, weakref.ref[Any]]] = []
@@ -74,7 +82,6 @@ class StepRecorder:
         self._casts = CachedCasts(self)
         self._regions: list[weakref.ref[Region]] = []
         self._saves_results = False
-        self._cycles = Cycles()
         recorder = weakref.ref(self)
 
         def let_go(number: int, now: bool) -> None:
@@ -118,7 +125,7 @@ class StepRecorder:
                 self._saved_between.update(self._storages.in_order(tensor))
         self.mark("step", "backward")
         self.replays.forward_goes_on()
-        self.replays.in_backward = True
+        self.replays.begin_backward()
 
     def end_backward(self) -> None:
         """A backward pass is over: what its regions held is gone, and what is there others hold.

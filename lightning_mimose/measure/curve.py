@@ -12,7 +12,7 @@ import torch
 from lightning_mimose.measure import counters
 from lightning_mimose.measure.interval import Allocator, Interval
 from lightning_mimose.measure.meter import Meter, make_meter
-from lightning_mimose.measure.trace import IS_GONE, LET_GO, Mark, Piece, without_asking
+from lightning_mimose.measure.trace import ENDS_EARLY, IS_GONE, LET_GO, Mark, Piece, without_asking
 from lightning_mimose.predict.shapes import END_OF, result_at
 
 MOST_ENDS = 2
@@ -112,7 +112,7 @@ class Curve:
         self._meter.mark()
         self._owners.append(self._owners[-1])
         self._events[len(self._owners) - 1] = (key, what, item)
-        if what in (IS_GONE, LET_GO):
+        if what in (ENDS_EARLY, IS_GONE, LET_GO):
             self._meter.expect_free()
 
     def expect_ends(self) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_mimose.measure.call import Call
 from lightning_mimose.measure.trace import IS_GONE, Event, StepTrace
+from lightning_mimose.measure.unwanted import Late
 from lightning_mimose.menu import RECOMPUTE
 from lightning_mimose.predict.shapes import END_OF, NEVER
 
@@ -22,6 +23,7 @@ class SavedBy(NamedTuple):
         storages: Storage id -> bytes of all that it saves.
         held: Storages that somebody else holds.
         inside: The calls nested in it.
+        late: What goes in forward with a result that nobody wants, see `unwanted`.
     """
 
     nbytes: int
@@ -29,6 +31,7 @@ class SavedBy(NamedTuple):
     storages: dict[int, int]
     held: set[int]
     inside: tuple[Call, ...] = ()
+    late: tuple[Late, ...] = ()
 
 
 class Lent(NamedTuple):

@@ -17,6 +17,7 @@ from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.twice import Twice
 from lightning_mimose.measure.unseen import peaks_kept
+from lightning_mimose.measure.unwanted import late_of, tops_kept
 from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
@@ -81,7 +82,7 @@ def observe(
     inputs, peak_bytes = loose_inputs(trace), trace.peak_bytes
     trace, until = held_to_ends(trace, inputs, region_of)
     holding = _held_until(trace, region_of)
-    by_call = _saved_by(trace.calls, region_of, holding, state_bytes)
+    by_call = _saved_by(trace, region_of, holding, state_bytes)
     saved = {key: each.nbytes for key, each in by_call.items()}
     lends = {id(c): lent(trace, c, by_call[id(c)]) for c in trace.calls}
     outermost = [call for call in trace.calls if call is region_of[id(call)]]
@@ -98,12 +99,13 @@ def observe(
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
         tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
+    late = {call.key: by_call[id(call)].late for call in regions if by_call[id(call)].late}
+    unwanted = tops_kept(trace, late)
     once = {mark: (groups, each) for each in twice.values() for mark, groups in each.once(trace).items()}
     repeated = {  # of calls that would make some of it anew
         id(call): each.once(trace, by_call[id(call)].storages)
         for call in trace.calls
-        if (each := twice.get(id(region_of[id(call)]))) is not None
-        and not each.sizes.keys().isdisjoint(by_call[id(call)].storages)
+        if (each := twice.get(id(region_of[id(call)]))) is not None and each.concerns(by_call[id(call)].storages)
     }
 
     def reached_in(mark: int, found: Mapping[int, Groups]) -> Groups:
@@ -174,7 +176,9 @@ def observe(
             rebuilding=rebuilding,
             places=columns.add(max(0, call.last_pack + 1 - call.first_pack)) if looked_at else -1,
             comparing=columns.add(max((item.comparing_bytes for item in items), default=0)) if looked_at else -1,
+            late=columns.add(sum(each.nbytes for each in by_call[id(call)].late)) if by_call[id(call)].late else -1,
             lent_until=lends[id(call)].until,
+            late_until=min((each.until for each in by_call[id(call)].late), default=0),
             held_until=holding[id(call)],
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )
@@ -197,6 +201,8 @@ def observe(
         if mark.name in ("again", "again_out"):
             continue
         kept_groups = {i: once[i][0] for i in (index, resumed.get(index, -1)) if i in once}
+        if index in unwanted:
+            kept_groups[index] = unwanted[index]
         reached = reached_in(index, kept_groups)
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
@@ -240,7 +246,10 @@ def observe(
             # A region's backward goes on after its recomputation.
             after = resumed[index]
             reached += reached_in(after, kept_groups)
-        for region in {id(once[i][1].call): once[i][1].call for i in kept_groups}.values():
+        for region in (call for call in regions if index in unwanted and call.key in late):
+            left = tops_kept(trace, {key: each for key, each in late.items() if key != region.key})
+            again_at[id(region)].append((len(positions), columns.add_highest(reached_in(index, left))))
+        for region in {id(once[i][1].call): once[i][1].call for i in kept_groups if i in once}.values():
             for call in (c for c in family[id(region)] if id(c) in repeated):
                 if call is region or call.marks.get("backward", NEVER) <= index:
                     level = reached_in(index, repeated[id(call)])
@@ -345,11 +354,12 @@ def _parents(units: tuple[str, ...], calls: tuple[Call, ...]) -> tuple[int, ...]
 
 
 def _saved_by(
-    calls: tuple[Call, ...], region_of: dict[int, Call], holding: dict[int, int], state_bytes: int
+    trace: StepTrace, region_of: dict[int, Call], holding: dict[int, int], state_bytes: int
 ) -> dict[int, SavedBy]:
     """What recomputing each call would free, by its identity."""
     members: dict[int, list[Call]] = {}
     given_to: dict[int, list[Call]] = {}
+    calls = trace.calls
     for call in calls:
         members.setdefault(id(region_of[id(call)]), []).append(call)
         for number in call.inputs:
@@ -376,12 +386,15 @@ def _saved_by(
         for c in inside:
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
+        # What the region returned is there as long as somebody has that.
+        there = mine.keys() | held | {kept for _, kept in region.pairs}
         found[id(call)] = SavedBy(
             sum(only.values()) - state_bytes - call.stashed_bytes,
             only,
             mine,
             held,
             tuple(c for c in inside if c is not call),
+            late_of(trace, region, inside, there),
         )
     return found
 
@@ -395,4 +408,6 @@ def _dropped_per_interval(
         out, end = call.marks["out"], call.marks.get("again", call.marks.get("dropped", NEVER) + 1)
         dropped[out:end] += by_call[id(call)].nbytes
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
+        for each in by_call[id(call)].late:
+            dropped[out : min(end, each.until)] += each.nbytes
     return dropped

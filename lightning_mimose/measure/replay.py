@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -17,10 +16,11 @@ from lightning_mimose.measure.call import RNG_STATE_BYTES, Call, LeanItem, Left,
 from lightning_mimose.measure.clock import Clock
 from lightning_mimose.measure.curve import Curve
 from lightning_mimose.measure.flops import FlopTally
+from lightning_mimose.measure.longer import Longer, asked_by_hand
 from lightning_mimose.measure.mode import ThreadedMode
 from lightning_mimose.measure.storages import Storages
-from lightning_mimose.measure.trace import IS_ASKED, IS_GONE, IS_LAST
-from lightning_mimose.parts import plain_parts, storages_in
+from lightning_mimose.measure.trace import IS_ASKED, IS_GONE, IS_LAST, IS_LATE
+from lightning_mimose.parts import storages_in
 
 
 class Survey(Protocol):
@@ -60,6 +60,7 @@ class Replays:
         calls: The step's calls so far.
         clock: Takes their times.
         count_flops: Whether to count operations.
+        searching: Whether Python looks for cycles: what goes then goes at another moment in every step.
 
     Attributes:
         packs: How many tensors regions have saved in the step's forward so far.
@@ -69,8 +70,16 @@ class Replays:
     """
 
     def __init__(
-        self, curve: Curve, storages: Storages, calls: Sequence[Call], clock: Clock, *, count_flops: bool
+        self,
+        curve: Curve,
+        storages: Storages,
+        calls: Sequence[Call],
+        clock: Clock,
+        *,
+        count_flops: bool,
+        searching: Callable[[], bool] = bool,
     ) -> None:
+        self._searching = searching
         self._curve, self._storages, self._calls, self._count_flops = curve, storages, calls, count_flops
         self._clock, self._times = clock, list[tuple[Call, Any, Any]]()
         self._expected: Iterator[Call] | None = None
@@ -82,11 +91,20 @@ class Replays:
         """What recomputations have returned or left that their forward has, too, and somebody holds."""
         self.packs = 0
         self.in_backward = self.passes_apart = self._early = False
+        self._slots: list[list[weakref.ref[_Slot]]] = []
+        """What regions would have saved: until backward begins, it may still go with a result that nobody wants."""
 
     @property
     def running(self) -> bool:
         """Whether a recomputation is under way."""
         return self._expected is not None
+
+    def begin_backward(self) -> None:
+        """The step's backward begins: what has not gone by now is needed."""
+        self.in_backward = True
+        for slots in self._slots:
+            slots.clear()
+        self._slots.clear()
 
     def forward_goes_on(self) -> None:
         """There is more of it: what ran again before belonged to a pass in its midst.
@@ -97,7 +115,7 @@ class Replays:
 
     @contextmanager
     def packing(self, call: Call) -> Iterator[None]:
-        """Around a region's forward: what it would save is noted, and what of it goes before it returns.
+        """Around a region's forward: what it would save is noted, and what of it goes before backward.
 
         The first in case that it never runs again.
         """
@@ -110,16 +128,24 @@ class Replays:
         watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         slots: list[weakref.ref[_Slot]] = []
         lost: dict[int, int] = {}
+        cuts: set[int] = set()
+        self._slots.append(slots)
 
         def goes(_: Any, number: int) -> None:
             if number in watches:  # else it is over
                 self._curve.cut(call.key, IS_GONE, number)
 
         def is_lost(_: Any, index: int) -> None:
-            lost[index] = self._curve.latest
+            late = call.lost is lost
+            if late and self._searching():
+                return
+            lost[index] = latest = self._curve.latest
+            if late and latest not in cuts:
+                cuts.add(latest)
+                self._curve.cut(call.key, IS_LATE, latest)
 
         def pack(tensor: torch.Tensor) -> Any:
-            for storage in self._saved_in(tensor):
+            for storage in self._storages.kept_by(tensor):
                 number = self._storages.number(storage)
                 if number not in call.packed:
                     call.packed[number] = storage.nbytes()
@@ -133,6 +159,7 @@ class Replays:
         """Number of a saved tensor -> calls inside that have saved it, among others."""
         asked: set[str] = set()
         ref = weakref.ref(self._curve)  # the graph may be there for longer
+        longer = Longer(call, self._curve, self._storages)
 
         def unpack(slot: _Slot) -> Any:
             if waiting and torch._C._current_graph_task_id() != -1:  # else somebody looks at what a node saved
@@ -140,7 +167,10 @@ class Replays:
                     if key not in asked and (curve := ref()) is not None:
                         asked.add(key)
                         curve.cut(key, IS_ASKED, 0)
-            return unpack_outer(slot.packed)
+            value = unpack_outer(slot.packed)
+            if asked_by_hand():
+                longer.asked(slot, value)
+            return value
 
         try:
             with saved_tensors_hooks(pack, unpack):
@@ -151,7 +181,6 @@ class Replays:
                         waiting.setdefault(number, []).append(each.key)
         finally:
             watches.clear()
-            slots.clear()
             call.lost = lost
 
     @contextmanager
@@ -182,11 +211,13 @@ class Replays:
                 self._curve.cut(call.key, IS_LAST, len(slots))
             is_lost = len(slots) in call.lost
             if self._stack:
-                found = {self._storages.number(each): each.nbytes() for each in self._saved_in(tensor)}
+                found = {self._storages.number(each): each.nbytes() for each in self._storages.kept_by(tensor)}
                 for inner in self._stack:
                     inner.tensors += bool(found)
                 if not is_lost:
                     self._stack[-1].saved.update(found)
+                elif call.lost[len(slots)] >= call.marks["out"]:  # with a result that nobody wants
+                    self._stack[-1].late.extend((call.lost[len(slots)], *each) for each in found.items())
                 elif survey is not None:  # it looks at the graph, and so keeps all of it
                     call.idle.extend((call.lost[len(slots)], *each) for each in found.items())
             for inner in self._stack:
@@ -291,14 +322,6 @@ class Replays:
     def close(self) -> None:
         """Look at nothing any more: what is looked at holds this."""
         self._seconds.clear()
-
-    def _saved_in(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-        """The storages that keeping a tensor keeps; none of what is resident."""
-        # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
-        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            return []
-        storages = (part.untyped_storage() for part in plain_parts(tensor))
-        return [storage for storage in storages if not self._storages.is_resident(storage)]
 
 
 class _Slot:

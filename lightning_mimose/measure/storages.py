@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mimose.parts import plain_parts, storages_in
@@ -77,6 +78,13 @@ class Storages:
             if self._renewed is not None:
                 self._take(self._renewed())
         return storage._cdata in self._resident
+
+    def kept_by(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        """The storages that keeping a tensor keeps; none of what is resident."""
+        # A parameter that FSDP2 has gathered is another storage than the model's, and empty until backward.
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return []
+        return [storage for part in plain_parts(tensor) if not self.is_resident(storage := part.untyped_storage())]
 
     def bytes_in(self, tree: Any) -> dict[int, int]:
         """Number -> bytes of the storages in a structure of tensors, those that are resident left out."""

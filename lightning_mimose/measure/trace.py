@@ -22,6 +22,10 @@ IS_OVER = "is over"
 """Nothing of a region's graph is left."""
 IS_ASKED = "is asked"
 """Backward asks for something that a call inside a region has saved, for the first time."""
+IS_LATE = "is late"
+"""Something goes in forward that a region saves, with a result that nobody wants."""
+ENDS_EARLY, ENDS_LATE = "ends early", "ends late"
+"""What a region has saved again goes; and the graph lets go of what stands for it, as of itself where it is kept."""
 
 
 Event: TypeAlias = tuple[str, str, int]

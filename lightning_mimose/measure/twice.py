@@ -1,6 +1,8 @@
-"""What a region returned and saves, and somebody holds all the time: a module, for plots, or the unit itself.
+"""What is there in a region's backward only once it has run again, or only where it is kept.
 
-Once the region has run again, it is there twice; where it is kept, it is what the other one holds.
+What it returned and saves, and somebody holds all the time (a module, for plots, or the unit itself), is there twice
+once the region has run again; where it is kept, it is what the other one holds. What its graph holds for longer than
+is used (see `longer`) is there for so long only where it is kept.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_mimose.measure.call import Call
-from lightning_mimose.measure.trace import IS_GONE, Piece, StepTrace
+from lightning_mimose.measure.trace import ENDS_EARLY, ENDS_LATE, IS_GONE, Piece, StepTrace
 from lightning_mimose.predict.maxima import Groups
 from lightning_mimose.predict.shapes import NEVER
 
@@ -20,7 +22,8 @@ class Twice:
 
     Attributes:
         call: The region's.
-        sizes: Storage id, in the recomputation -> bytes of what is there twice when that is over.
+        sizes: Storage id, in the recomputation -> bytes of what is there twice when that is over. Or its complement ->
+            bytes, below zero, of what goes although it would be there where the region is kept.
         given: The same -> its storage id in forward.
         last: The last interval of the region's backward.
     """
@@ -52,22 +55,31 @@ class Twice:
             for number, kept in each.pairs
             if kept != number and kept in saved and number in each.held and gone.get(number, NEVER) >= over
         }
-        return cls(call, {kept: saved[kept] for kept in given}, given, trace.last_of(call))
+        sizes = {kept: saved[kept] for kept in given} | {~number: -size for number, size in call.longer.items()}
+        return cls(call, sizes, given, trace.last_of(call))
 
     def there(self, trace: StepTrace) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
-        """Index of a piece of the region's backward -> what is there twice at its start, and after what opens it."""
+        """Index of a piece of the region's backward -> which of `sizes` count at its start, and after what opens it."""
         found: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        now = frozenset(self.sizes)
-        for mark in range(self.call.marks["again_out"], self.last + 1) if now else ():
+        now = frozenset(self.given)
+        for mark in range(self.call.marks["again_out"], self.last + 1) if self.sizes else ():
             for at in trace.pieces_of[mark]:
                 before, event = now, trace.pieces[at].event
-                if event is not None and event[:2] == (self.call.key, IS_GONE):
-                    now = frozenset(each for each in now if event[2] not in (each, self.given[each]))
+                if event is not None and event[0] == self.call.key:
+                    _, what, number = event
+                    if what == IS_GONE:
+                        now = frozenset(each for each in now if number not in (each, self.given.get(each)))
+                    elif what in (ENDS_EARLY, ENDS_LATE):
+                        now = now | {~number} if what == ENDS_EARLY else now - {~number}
                 found[at] = before, now
         return found
 
+    def concerns(self, own: Mapping[int, int]) -> bool:
+        """Whether some of it is among what a call saved."""
+        return any(each in own or ~each in own for each in self.sizes)
+
     def bytes_at(self, trace: StepTrace, mark: int, own: Mapping[int, int]) -> int:
-        """What is there twice when a call inside is first asked for what it saved.
+        """What is there besides when a call inside is first asked for what it saved.
 
         Args:
             trace: The recorded step.
@@ -90,7 +102,10 @@ class Twice:
         """
         found: dict[int, list[tuple[int, ...]]] = {}
         for at, (before, now) in self.there(trace).items():
-            first, then = (sum(self.sizes[each] for each in numbers if each not in again) for numbers in (before, now))
+            first, then = (
+                sum(self.sizes[each] for each in numbers if each not in again and ~each not in again)
+                for numbers in (before, now)
+            )
             found.setdefault(trace.pieces[at].mark, []).append(lowered(trace, at, first, then))
         return {mark: tuple(groups) for mark, groups in found.items()}
 

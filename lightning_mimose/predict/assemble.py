@@ -108,6 +108,8 @@ class _Assembly(Rows):
             for i in calls[1:]:
                 self.relief[row, : len(structure.positions)] += self._spared(i, self.saved[i], self.lent[i])
             for i in calls:
+                if self.late[i]:
+                    self.relief[row, : len(structure.positions)] += structure.late[i] * np.int64(self.late[i])
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
             index = structure.layout.index[unit]
@@ -330,13 +332,16 @@ class _Assembly(Rows):
     def add_again(self, smaller: Mapping[int, NDArray[np.float64]]) -> None:
         """What is there twice in the backward of calls that make anew, or bring back, what somebody else holds.
 
+        And what is not there in the forward where something goes that they would have saved.
+
         Args:
             smaller: Number of chunks -> the columns of a batch that is smaller by it.
         """
         calls, column = self.structure.calls, self.structure.arrays[0]
         if not any(call.again for call in calls):
             return
-        values = {RECOMPUTE: self.value, OFFLOAD: self.value}
+        forward = self.structure.forward
+        values = {RECOMPUTE: self.value, RECOMPUTE_LEAN: self.value, OFFLOAD: self.value}
         values |= {f"{SPLIT}{chunks}": np.rint(each).astype(np.int64) for chunks, each in smaller.items()}
         for row, option in enumerate(self.options):
             value = values.get(option.action)
@@ -344,7 +349,8 @@ class _Assembly(Rows):
                 continue
             for i in self.calls_of[self.structure.units[option.unit]]:
                 for position, own in calls[i].again:
-                    self.relief[row, position] -= value[own] - value[column[position]]
+                    if option.action != RECOMPUTE_LEAN or forward[position]:  # whose backward was looked at by itself
+                        self.relief[row, position] -= value[own] - value[column[position]]
 
     def _in_backward(self, call: CallShape) -> NDArray[np.intp]:
         """The positions of a region's backward."""

@@ -29,10 +29,10 @@ MOST_DEPTHS = 8
 """Times that loops are folded in a step: all that are in no other one, with rounds of one length; then the next."""
 MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
-MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
+MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "late_until", "held_until", "kept_until")
 SUMMED = ("saved", "flops", "besides", "tensors")
 STATED = ("given", "returned", "entry", "lean", "rebuilding", "places", "comparing")
-OTHERS = ("working", "before_backward", "lent", "count")
+OTHERS = ("working", "before_backward", "lent", "late", "count")
 """What is known of calls: times, and columns of what rounds in between are together, and of what each is alone."""
 
 
@@ -189,6 +189,7 @@ class _Fold(Columns):
             before_backward=self._copy(first.before_backward),
             lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
             count=self._new(sum(1.0 if call.count < 0 else float(self._old[call.count]) for call in all_of)),
+            late=-1,  # with each round's result at another moment
             lent_until=max((clock.of(call.lent_until) for call in all_of), default=0),
             kept_until=clock.of(min(kept, default=0)),
             held_until=max((held, *(clock.of(call.held_until) for call in all_of))),

@@ -74,6 +74,7 @@ class Layout:
             "entry",
             "lean",
             "lent",
+            "late",
             "tensors",
             "places",
             "comparing",

@@ -60,7 +60,14 @@ class _Tree:
         """Kinds of calls that stand for many."""
         for i in reversed(order):
             call = calls[i]
-            has = (call.entry >= 0, call.lean >= 0, call.lent >= 0, call.rebuilding >= 0, call.count >= 0)
+            has = (
+                call.entry >= 0,
+                call.lean >= 0,
+                call.lent >= 0,
+                call.late >= 0,
+                call.rebuilding >= 0,
+                call.count >= 0,
+            )
             inside = tuple(self.kind[child] for child in self.children[i])
             what = (call.unit, call.region, call.backward_time == NEVER, has, tuple(lean.get(i, ())), inside)
             self.kind[i] = kinds.setdefault(what, len(kinds))

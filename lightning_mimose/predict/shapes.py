@@ -84,14 +84,18 @@ class CallShape:
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
         lent: Column of the bytes of what it saves that others hold too for a while, see `measure.lent`; -1 if there are
             none.
+        late: Column of the bytes of what it saves and goes in forward with a result that nobody wants; -1 if there are
+            none.
         rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
             made on the way to it; -1 if that was not looked at.
         places: Column of how often it saves a tensor, parameters included; -1 likewise.
         comparing: Column of the most that comparing one of its saved tensors with what is rebuilt takes; -1 likewise.
         count: Column of how many calls it stands for, see `folding`; -1 if it is one.
-        again: (index of a position in its backward, column of the live bytes there), where these are more if it runs
-            again: it makes anew what somebody else holds.
+        again: (index of a position in its backward, column of the live bytes there), where these are others if it runs
+            again: it makes anew what somebody else holds, or its graph would hold something for longer. Or in forward,
+            where something goes that it would have saved.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
+        late_until: When that begins to go; nor is this.
         held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
             part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
@@ -114,12 +118,14 @@ class CallShape:
     entry: int = -1
     lean: int = -1
     lent: int = -1
+    late: int = -1
     rebuilding: int = -1
     places: int = -1
     comparing: int = -1
     count: int = -1
     again: tuple[tuple[int, int], ...] = ()
     lent_until: int = field(default=0, compare=False)
+    late_until: int = field(default=0, compare=False)
     held_until: int = field(default=-1, compare=False)
     kept_until: int = field(default=0, compare=False)
 

@@ -277,6 +277,13 @@ class Structure:
         return lent
 
     @cached_property
+    def late(self) -> NDArray[np.bool_]:
+        """Shape (calls, positions): where that is alive which goes in forward with a result that nobody wants."""
+        until = np.array([c.late_until for c in self.calls]).reshape(-1, 1)
+        late: NDArray[np.bool_] = self.alive & (self.times < until)
+        return late
+
+    @cached_property
     def layout(self) -> Layout:
         """What its shape alone decides, as arrays."""
         return Layout(self)

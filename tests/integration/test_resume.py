@@ -56,7 +56,7 @@ def test_model_checkpoints_carry_it_too(tmp_path: Path) -> None:
 
 def test_it_is_plain_data(checkpoint: Path) -> None:
     """`weights_only=True` loads it: numbers and strings, no classes of this package."""
-    assert torch.load(checkpoint, weights_only=True)["callbacks"][KEY]["version"] == 25
+    assert torch.load(checkpoint, weights_only=True)["callbacks"][KEY]["version"] == 26
 
 
 def test_a_resumed_run_is_exact(checkpoint: Path) -> None:
