@@ -17,7 +17,7 @@ from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.twice import Twice
 from lightning_mimose.measure.unseen import peaks_kept
-from lightning_mimose.measure.unwanted import late_of, tops_kept
+from lightning_mimose.measure.unwanted import bytes_in, late_of, tops_kept
 from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
 from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
@@ -246,9 +246,15 @@ def observe(
             # A region's backward goes on after its recomputation.
             after = resumed[index]
             reached += reached_in(after, kept_groups)
-        for region in (call for call in regions if index in unwanted and call.key in late):
-            left = tops_kept(trace, {key: each for key, each in late.items() if key != region.key})
-            again_at[id(region)].append((len(positions), columns.add_highest(reached_in(index, left))))
+        here = {key: parts for key, parts in late.items() if index in unwanted and bytes_in(parts, index)}
+        for key in here:
+            left = reached_in(index, tops_kept(trace, {other: each for other, each in late.items() if other != key}))
+            if len(here) > 1:
+                # The most may be at another moment without all of them: each spares its share of what that leaves.
+                highest, lowest = (max(map(max, reached_in(index, found))) for found in (unwanted, {}))
+                share = bytes_in(here[key], index) / sum(bytes_in(parts, index) for parts in here.values())
+                left = ((max(max(map(max, left)), highest - int(share * (highest - lowest))),),)
+            again_at[id(trace.by_key[key])].append((len(positions), columns.add_highest(left)))
         for region in {id(once[i][1].call): once[i][1].call for i in kept_groups if i in once}.values():
             for call in (c for c in family[id(region)] if id(c) in repeated):
                 if call is region or call.marks.get("backward", NEVER) <= index:

@@ -53,6 +53,16 @@ def late_of(trace: StepTrace, region: Call, members: Iterable[Call], there: Coll
     return tuple(Late(at, total[at], _cut_of(trace, at, region) is not None) for at in sorted(total))
 
 
+def bytes_in(late: Iterable[Late], mark: int) -> int:
+    """What goes in the midst of an interval.
+
+    Example:
+        >>> bytes_in([Late(4, 100, True), Late(4, 10, False), Late(5, 1, True)], 4)
+        100
+    """
+    return sum(nbytes for went, nbytes, cuts in late if cuts and went == mark)
+
+
 def tops_kept(trace: StepTrace, late: Mapping[str, Iterable[Late]]) -> dict[int, Groups]:
     """Index of an interval that is cut where something goes -> its local maxima, had regions been kept.
 

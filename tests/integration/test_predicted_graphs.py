@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.test_predicted_peaks import WIDTH, Block, Net, check
+from tests.helpers.architectures import train
+from tests.integration.test_predicted_peaks import WIDTH, Block, Net, batches, check, loss, planned_peaks
 
 LAYERS = (), (0,), (2,), (0, 1, 2)
 ACTIONS = "lean", "lean+expansions", "recompute", "recompute+lean"
@@ -101,6 +102,23 @@ class DroppingLate(Dropping):
     late = True
 
 
+class Collecting(Net):
+    """Collects a result of every block for nothing, in a list that goes before the head's work."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `Net`."""
+        x = sum(embedding(ids) for embedding in self.embeddings)
+        y, found = x.flip(-1), list[torch.Tensor]()
+        for layer in self.layers:
+            x, other = layer(x, y)
+            found.append(other)
+        x = x + torch.cat([x] * 8, -1).exp().sum(-1, keepdim=True).detach() * 0
+        del found, other
+        x = x + torch.cat([x] * 24, -1).exp().sum(-1, keepdim=True).detach() * 0
+        out: torch.Tensor = self.head(x).square().mean()
+        return out
+
+
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("block", [Checkpointing, Custom])
@@ -119,3 +137,14 @@ def test_what_only_a_result_needs_that_nobody_wants_goes_with_it(
 ) -> None:
     """And takes nothing of the rest of the forward, nor of backward; but all of it until then."""
     check(TwoStreams, {f"layers.{index}": action for index in layers}, make=make)
+
+
+@pytest.mark.parametrize("layers", [*LAYERS, (0, 1)])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_goes_together_never_spares_more_than_all_of_it(action: str, layers: tuple[int, ...]) -> None:
+    """Of which block it is tells less than how much of it there is: nothing is too low, and little too high."""
+    actions = {f"layers.{index}": action for index in layers}
+    done = train(lambda: Collecting(TwoStreams), batches(), "2GB", loss, planner=lambda timeline, budget_bytes: actions)
+    planned = planned_peaks(done)
+    assert len(planned) >= 3
+    assert all(0 <= predicted - peak <= 0.01 * peak for predicted, peak in planned)
