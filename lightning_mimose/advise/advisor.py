@@ -101,6 +101,8 @@ class Advisor(Student):
         self.estimator.resident_bytes = self.resident.total_bytes
         self.estimator.adds_to_gradients = not resident.zeroes_gradients
         planned = size.rounded_up()
+        if planned is not size and self.estimator.has_habit(dict(planned.dims)):
+            planned = size
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:
             plan, planned = self.planner.known(self._key(size), self.budget_bytes), size

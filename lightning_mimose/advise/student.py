@@ -42,7 +42,8 @@ class Student(Forecast):
             size: The batch's size.
             units: Stands for them.
         """
-        self.estimator.called(size.dims, units)
+        if self.estimator.called(size.dims, units):
+            self._forget_plans()
 
     def learn(self, size: BatchSize, observation: Observation, *, bare: bool = False, units: int | None = None) -> None:
         """Take in a sheltered step. Plans made without it are dropped: better estimates make better ones.

@@ -336,7 +336,7 @@ class Engine:
             self._lessons.of_strangers(step)
         if step.learns:
             if self._lessons.in_vain(step.size):
-                self._inlets.rise("batches vary in too many dimensions", with_batch=False)
+                self._inlets.doubt("batches vary in too many dimensions")
             self._inlets.look(step.size)
         self.running.disarm(step)
         if self.tenancy is not None:

@@ -10,7 +10,8 @@ Sizes are read in the batch (level 0) until one of these is seen:
   one level further inside; where that does not help a unit that is not the first, they are read where they were again.
   What a batch of few tensors tells itself stays part of the size: what the step has drawn is not all that decides (the
   tokens that were masked out come back in a decoder, a loss is taken at the resolution of the labels).
-- After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size).
+- After many steps that learnt, batches vary in far too many dimensions (a list of images, each of its own size), and
+  the model is called with something else than these hold.
 - Steps go by the shape of what comes to the first unit, and by what batches show they are described badly (two texts
   that are padded to the longer one).
 
@@ -110,6 +111,10 @@ class Inlets:
         self._next: Place | None = None
         """Where sizes are read from the next step on."""
         self._step: Sized | None = None
+        self._vain: str | None = None
+        """Why sizes are to be read further inside if the model is called with something else than the batch holds."""
+        self._held: frozenset[tuple[int, ...]] | None = None
+        """What the batch of the step holds in which that is looked at; nothing once it was."""
         self._looked_at = 0
         """Of how many sizes it was seen whether what the model is given tells more."""
         self._waits = self._at_unit = self._called = self._blind = False
@@ -135,7 +140,9 @@ class Inlets:
             self._tracker.labels.observe(batch)
         else:
             try:
-                return self._tracker.observe(batch)
+                size = self._tracker.observe(batch)
+                self._watch_calls(batch)
+                return size
             except SizeError:
                 if self._fixed or self._tracker.names or leaves_in(batch):
                     raise
@@ -148,6 +155,28 @@ class Inlets:
         self._of_batch = _few_leaves(batch) if self._tracker.place.with_batch else []
         self._gates.attach(self)
         return None
+
+    def _watch_calls(self, batch: Any) -> None:
+        """See in this step whether the model is called with something else than its batch holds, if that is asked."""
+        if self._vain is not None and self._held is None:
+            self._held, self.outside = frozenset(map(_shape, leaves_in(batch))), True
+            self._gates.attach(self)
+        elif self._held is not None and self._next is None:
+            self._gates.detach()
+            if self._held:  # no call has shown any: lists count further inside
+                self._held = frozenset()
+                self.rise(self._vain or "", with_batch=False)
+
+    def doubt(self, why: str) -> None:
+        """Sizes tell hardly anything: read them further inside, unless the model is called with just what batches hold.
+
+        Args:
+            why: For the log.
+        """
+        if self._tracker.level:
+            self.rise(why, with_batch=False)
+        elif not self._fixed:
+            self._vain = self._vain or why
 
     def look(self, size: BatchSize) -> None:
         """A step was learnt from: see whether what came to its first unit tells more of it than its batch."""
@@ -248,6 +277,12 @@ class Inlets:
 
     def offer(self, name: str, leaves: Sequence[Leaf]) -> bool:
         """See `gates.Calls`."""
+        if not self._tracker.level:
+            self.outside = False
+            held, self._held = self._held or frozenset(), frozenset()
+            if self._vain is not None and not frozenset(map(_shape, leaves)) <= held:
+                self.rise(self._vain, with_batch=False)
+            return False
         if self._waits:
             self._passed += 1
             if self._passed < self._tracker.level:

@@ -47,7 +47,8 @@ class Call:
             the interval in which it went.
         idle: (that interval, storage id, bytes) of one that had gone when the region returned, which nevertheless stays
             to the recomputation's end.
-        late: (that interval, storage id, bytes) of what the call saved itself and went after the region had returned.
+        late: (that interval, storage id in the recomputation, bytes) of what the call saves itself, and had gone after
+            the region had returned.
         longer: Storage id -> bytes of what a region has saved again and its graph holds for longer where it is kept.
         copied_bytes: Of the state that would be copied for its forward alone were it recomputed itself, if it was not.
         stashed_bytes: Of what its forward writes, copied for its recomputation, or would be.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,9 +49,11 @@ class Longer:
         call: The region's.
         curve: What is cut where what was recomputed goes, and where the graph would let go of it; not kept alive.
         storages: Their numbers; nor are these.
+        searching: Whether Python looks for cycles: what goes then goes at another moment in every step.
     """
 
-    def __init__(self, call: Call, curve: Curve, storages: Storages) -> None:
+    def __init__(self, call: Call, curve: Curve, storages: Storages, searching: Callable[[], bool]) -> None:
+        self._searching = searching
         self._key, self._sizes = call.key, call.longer
         self._curve, self._storages = weakref.ref(curve), weakref.ref(storages)
         self._slots: dict[int, list[weakref.ref[Any]]] = {}
@@ -75,7 +78,7 @@ class Longer:
 
     def _goes(self, number: int, nbytes: int, _: object) -> None:
         curve = self._curve()
-        if curve is not None and self._is_held(number):
+        if curve is not None and not curve.over and not self._searching() and self._is_held(number):
             self._early.add(number)
             self._sizes[number] = nbytes
             curve.cut(self._key, ENDS_EARLY, number)

@@ -20,7 +20,7 @@ from lightning_mimose.measure.unseen import peaks_kept
 from lightning_mimose.measure.unwanted import bytes_in, late_of, tops_kept
 from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
-from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, Position
+from lightning_mimose.predict.shapes import NEVER, CallShape, LateShape, LeanShape, Position
 from lightning_mimose.predict.structure import Structure
 
 
@@ -176,9 +176,8 @@ def observe(
             rebuilding=rebuilding,
             places=columns.add(max(0, call.last_pack + 1 - call.first_pack)) if looked_at else -1,
             comparing=columns.add(max((item.comparing_bytes for item in items), default=0)) if looked_at else -1,
-            late=columns.add(sum(each.nbytes for each in by_call[id(call)].late)) if by_call[id(call)].late else -1,
+            late=tuple(LateShape(columns.add(each.nbytes), each.since, each.until) for each in by_call[id(call)].late),
             lent_until=lends[id(call)].until,
-            late_until=min((each.until for each in by_call[id(call)].late), default=0),
             held_until=holding[id(call)],
             kept_until=call.marks.get("dropped", NEVER) + 1 if call.is_unseen else 0,
         )
@@ -393,14 +392,14 @@ def _saved_by(
             mine.update(c.saved)
         only = {number: size for number, size in mine.items() if number not in held}
         # What the region returned is there as long as somebody has that.
-        there = mine.keys() | held | {kept for _, kept in region.pairs}
+        returned = {kept: region.gone.get(given, NEVER) for given, kept in region.pairs}
         found[id(call)] = SavedBy(
             sum(only.values()) - state_bytes - call.stashed_bytes,
             only,
             mine,
             held,
             tuple(c for c in inside if c is not call),
-            late_of(trace, region, inside, there),
+            late_of(trace, region, inside, mine.keys() | held, returned),
         )
     return found
 
@@ -415,5 +414,5 @@ def _dropped_per_interval(
         dropped[out:end] += by_call[id(call)].nbytes
         dropped[out : min(end, lends[id(call)].until)] -= lends[id(call)].nbytes
         for each in by_call[id(call)].late:
-            dropped[out : min(end, each.until)] += each.nbytes
+            dropped[max(out, each.since) : min(end, each.until)] += each.nbytes
     return dropped

@@ -128,7 +128,6 @@ class Replays:
         watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         slots: list[weakref.ref[_Slot]] = []
         lost: dict[int, int] = {}
-        cuts: set[int] = set()
         self._slots.append(slots)
 
         def goes(_: Any, number: int) -> None:
@@ -137,12 +136,12 @@ class Replays:
 
         def is_lost(_: Any, index: int) -> None:
             late = call.lost is lost
-            if late and self._searching():
+            # In a backward that nobody has announced it is used; in a cycle it goes at another moment in every step.
+            if late and (torch._C._current_graph_task_id() != -1 or self._searching()):
                 return
-            lost[index] = latest = self._curve.latest
-            if late and latest not in cuts:
-                cuts.add(latest)
-                self._curve.cut(call.key, IS_LATE, latest)
+            lost[index] = self._curve.latest
+            if late:
+                self._curve.cut(call.key, IS_LATE, index)
 
         def pack(tensor: torch.Tensor) -> Any:
             for storage in self._storages.kept_by(tensor):
@@ -159,7 +158,7 @@ class Replays:
         """Number of a saved tensor -> calls inside that have saved it, among others."""
         asked: set[str] = set()
         ref = weakref.ref(self._curve)  # the graph may be there for longer
-        longer = Longer(call, self._curve, self._storages)
+        longer = Longer(call, self._curve, self._storages, self._searching)
 
         def unpack(slot: _Slot) -> Any:
             if waiting and torch._C._current_graph_task_id() != -1:  # else somebody looks at what a node saved

@@ -108,8 +108,11 @@ class _Assembly(Rows):
             for i in calls[1:]:
                 self.relief[row, : len(structure.positions)] += self._spared(i, self.saved[i], self.lent[i])
             for i in calls:
-                if self.late[i]:
-                    self.relief[row, : len(structure.positions)] += structure.late[i] * np.int64(self.late[i])
+                for late in structure.calls[i].late:
+                    is_there = (late.since_time <= structure.times) & (structure.times < late.until_time)
+                    self.relief[row, : len(structure.positions)] += (structure.alive[i] & is_there) * self.value[
+                        late.size
+                    ]
                 self.runs_again.append((row, i, self.working[i]))
                 row_of[i] = row if structure.spared[i] else -1
             index = structure.layout.index[unit]

@@ -145,12 +145,18 @@ class Estimator:
             self.broke[key] = max(missed_bytes, self.broke.get(key, 0))
 
     def has_habit(self, dims: Mapping[str, int]) -> bool:
-        """Whether a size always took one of several paths, so that what is predicted for it holds for no other size."""
+        """Whether its size tells which of several paths a step takes: what is predicted holds for no other one."""
+        if names_of(tuple(sorted(dims.items()))) in self.observed.parting.parts:
+            return True
         return self.observed.varies and self.observed.habits.of(tuple(sorted(dims.items()))) is not None
 
-    def called(self, dims: Iterable[tuple[str, int]], units: int) -> None:
+    def called(self, dims: Iterable[tuple[str, int]], units: int) -> bool:
         """A step of some size, measured or planned, called a set of units, see `Parting.called`."""
-        self.observed.parting.called(tuple(sorted(dims)), units)
+        news = self.observed.called(tuple(sorted(dims)), units, self.resident_bytes)
+        if news:
+            self._rate = None
+            self.fits.measured(self.observed.sizes)
+        return news
 
     def unsettle(self, dims: Iterable[str]) -> bool:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""

@@ -22,17 +22,17 @@ from lightning_mimose.predict.columns import Columns, Keys
 from lightning_mimose.predict.handing import HandingShape
 from lightning_mimose.predict.maxima import NOT_KNOWN, Maxima
 from lightning_mimose.predict.rounds import Clock, Loop, has_loops, marks_of, rounds_of
-from lightning_mimose.predict.shapes import END_OF, NEVER, CallShape, LeanShape, LooseShape, result_at
+from lightning_mimose.predict.shapes import END_OF, NEVER, CallShape, LateShape, LeanShape, LooseShape, result_at
 from lightning_mimose.predict.structure import Structure
 
 MOST_DEPTHS = 8
 """Times that loops are folded in a step: all that are in no other one, with rounds of one length; then the next."""
 MARKS = ("in", "out", "backward")
 """What positions of calls are named by."""
-MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "late_until", "held_until", "kept_until")
+MOMENTS, ENDS = ("in_time", "out_time", "backward_time"), ("lent_until", "held_until", "kept_until")
 SUMMED = ("saved", "flops", "besides", "tensors")
 STATED = ("given", "returned", "entry", "lean", "rebuilding", "places", "comparing")
-OTHERS = ("working", "before_backward", "lent", "late", "count")
+OTHERS = ("working", "before_backward", "lent", "count")
 """What is known of calls: times, and columns of what rounds in between are together, and of what each is alone."""
 
 
@@ -159,7 +159,12 @@ class _Fold(Columns):
     def _kept(self, call: CallShape, key: str) -> CallShape:
         found: dict[str, Any] = {name: self._clock.of(getattr(call, name)) for name in (*MOMENTS, *ENDS)}
         found |= {name: self._column(getattr(call, name)) for name in (*SUMMED, *STATED, *OTHERS)}
-        return replace(call, key=key, **found, again=tuple(self._left_of(call.again)))
+        clock = self._clock
+        late = (
+            LateShape(self._column(each.size), clock.of(each.since_time), clock.of(each.until_time))
+            for each in call.late
+        )
+        return replace(call, key=key, **found, again=tuple(self._left_of(call.again)), late=tuple(late))
 
     def _left_of(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Positions, with a column each, of which some are left."""
@@ -189,7 +194,7 @@ class _Fold(Columns):
             before_backward=self._copy(first.before_backward),
             lent=-1 if like.lent < 0 else self._sum([call.lent for call in all_of]),
             count=self._new(sum(1.0 if call.count < 0 else float(self._old[call.count]) for call in all_of)),
-            late=-1,  # with each round's result at another moment
+            late=(),  # with each round's result at another moment
             lent_until=max((clock.of(call.lent_until) for call in all_of), default=0),
             kept_until=clock.of(min(kept, default=0)),
             held_until=max((held, *(clock.of(call.held_until) for call in all_of))),

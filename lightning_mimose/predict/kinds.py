@@ -190,7 +190,7 @@ class Kinds:
         is_new, kind = count not in self._counts, self._counts.setdefault(count, _Kind())
         if other != count and other in self._counts:
             kind.shares = self._counts[other].shares = True
-        self._told.saw(size, count, kind.times / max(1, self._times))
+        self._told.saw(size, count, kind.weight / max(1.0, sum(each.weight for each in self._counts.values())))
         if self._named and self._told.holds:
             self._doubt()
         before, always = self._of_size(size, path, count)

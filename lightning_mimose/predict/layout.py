@@ -74,7 +74,6 @@ class Layout:
             "entry",
             "lean",
             "lent",
-            "late",
             "tensors",
             "places",
             "comparing",

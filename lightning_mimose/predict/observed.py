@@ -79,8 +79,6 @@ class Observed:
             each other only the longest is learnt from.
         """
         step = Step(key, structure, measured)
-        for aside in self.parting.laid_aside(names_of(key)):
-            self._add(aside, resident_bytes)
         instead = self.loops.saw(step)
         if instead is not None:
             self._forget(names_of(key))
@@ -105,6 +103,13 @@ class Observed:
         self.waits.left[names] = 0
         self.habits.forget(names)
         self.parting.forget(names)
+
+    def called(self, key: Key, units: int, resident_bytes: int) -> bool:
+        """A step, measured or planned, called a set of units; see `Parting.called`, and `add`."""
+        news = self.parting.called(key, units)
+        for aside in self.parting.laid_aside(names_of(key)) if news else ():
+            self._add(aside, resident_bytes)
+        return news
 
     def by_size(self, names: tuple[str, ...]) -> bool:
         """Whether it goes by the size which path batches with these dimensions take."""
@@ -152,7 +157,10 @@ class Observed:
         self._shorter = 0
         for other in alike:
             if not by_size and (other.path.is_part_of(structure.path) or structure.path.is_part_of(other.path)):
-                rest = {k: each for k, each in self.sizes.pop(other).items() if names_of(k) != names}
+                known = self.sizes.pop(other)
+                rest = {k: each for k, each in known.items() if names_of(k) != names}
+                for k in known.keys() - rest.keys():
+                    self.parting.lay_aside(Step(k, other, known[k]))
                 if rest:
                     self.sizes[other] = rest
         before = next((other for other in self.sizes if other == structure), None)

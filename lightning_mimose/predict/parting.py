@@ -42,7 +42,7 @@ class _Sizes:
 
 
 class Parting:
-    """Follows which sizes call which units.
+    """Follows which sizes call which units; not in steps whose operations are not followed (parts of batches).
 
     Attributes:
         parts: Kinds of batches (names of dimensions) where that goes by the size.
@@ -50,12 +50,11 @@ class Parting:
     Example:
         >>> parting, names = Parting(), ("ids:1",)
         >>> for length in range(16, 32):
-        ...     parting.called((("ids:1", length),), 1 if length < 24 else 2)
-        >>> names in parting.parts
-        True
-        >>> parting.called((("ids:1", 26),), 1)
-        >>> names in parting.parts
-        False
+        ...     news = parting.called((("ids:1", length),), 1 if length < 24 else 2)
+        >>> news, names in parting.parts
+        (True, True)
+        >>> parting.called((("ids:1", 26),), 1), names in parting.parts
+        (True, False)
     """
 
     def __init__(self) -> None:
@@ -64,8 +63,8 @@ class Parting:
         self._refuted: set[Names] = set()
         self._aside: dict[Names, deque[Step]] = {}
 
-    def called(self, key: Key, units: int) -> None:
-        """A step of some size called a set of units.
+    def called(self, key: Key, units: int) -> bool:
+        """A step of some size called a set of units; returns whether what is likely is another thing from now on.
 
         Args:
             key: The size.
@@ -73,11 +72,11 @@ class Parting:
         """
         names = names_of(key)
         if names in self._refuted:
-            return
-        seen = self._seen.setdefault(names, {})
+            return False
+        before, seen = names in self.parts, self._seen.setdefault(names, {})
         seen.setdefault(units, _Sizes()).add(key)
         if len(seen) == 1:  # as in most models
-            return
+            return False
         if len(seen) > MOST_SETS or not any(_parting_dims(seen)):
             self._refuted.add(names)
             self.forget(names)
@@ -85,6 +84,7 @@ class Parting:
             counts = [each.steps for each in seen.values()]
             if min(counts) >= FEWEST_STEPS and sum(counts) >= ENOUGH_STEPS:
                 self.parts.add(names)
+        return before != (names in self.parts)
 
     def took(self, key: Key, units: int, path: Path) -> None:
         """A step that called a set of units was measured, and took a path."""

@@ -64,7 +64,7 @@ class _Tree:
                 call.entry >= 0,
                 call.lean >= 0,
                 call.lent >= 0,
-                call.late >= 0,
+                len(call.late),
                 call.rebuilding >= 0,
                 call.count >= 0,
             )

@@ -225,7 +225,6 @@ class Rows:
         self.saved: list[int] = saved.tolist()
         lent = np.append(self.value, 0)[layout.columns["lent"]]
         self.lent: list[int] = np.minimum(lent, saved).tolist()
-        self.late: list[int] = np.append(self.value, 0)[layout.columns["late"]].tolist()
         self.working: list[int] = self.value[layout.columns["working"]].tolist()
         flops = np.bincount(unit_of, values[layout.columns["flops"]], count)
         besides = np.bincount(unit_of, values[layout.columns["besides"]], count)

@@ -7,6 +7,7 @@ from `out` to `backward`. Columns are indices into the numbers that the estimato
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import NamedTuple
 
 NEVER = 1 << 60
@@ -60,6 +61,28 @@ class Resident(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LateShape:
+    """What a call saves and goes in forward with a result that nobody wants, at one moment.
+
+    When that is, is no part of what makes two steps alike.
+
+    Attributes:
+        size: Column of its bytes.
+        since_time: From when on nobody else holds it, if that is after the call.
+        until_time: When it goes.
+    """
+
+    size: int
+    since_time: int = field(compare=False)
+    until_time: int = field(compare=False)
+
+    def within(self, other: LateShape) -> LateShape:
+        """Itself, or what of its time is in that of another one."""
+        since, until = max(self.since_time, other.since_time), min(self.until_time, other.until_time)
+        return self if (since, until) == (self.since_time, self.until_time) else LateShape(self.size, since, until)
+
+
+@dataclass(frozen=True)
 class CallShape:
     """One call of a unit.
 
@@ -84,8 +107,7 @@ class CallShape:
         lean: Column of the peak of its forward while nothing is kept, above its start, -1 if not recomputed.
         lent: Column of the bytes of what it saves that others hold too for a while, see `measure.lent`; -1 if there are
             none.
-        late: Column of the bytes of what it saves and goes in forward with a result that nobody wants; -1 if there are
-            none.
+        late: What it saves and goes in forward with results that nobody wants.
         rebuilding: Column of the most that making one of its saved tensors or results again takes, with all that is
             made on the way to it; -1 if that was not looked at.
         places: Column of how often it saves a tensor, parameters included; -1 likewise.
@@ -95,7 +117,6 @@ class CallShape:
             again: it makes anew what somebody else holds, or its graph would hold something for longer. Or in forward,
             where something goes that it would have saved.
         lent_until: When it is the call's alone; no part of what makes two steps alike.
-        late_until: When that begins to go; nor is this.
         held_until: Until when it holds what it is given, if it is recomputed; no part of what makes two steps alike.
         kept_until: When what it saves is gone, if there is no backward of it (its result was dropped); or 0. No
             part of what makes two steps alike: a graph in a cycle goes whenever Python looks for those.
@@ -118,16 +139,20 @@ class CallShape:
     entry: int = -1
     lean: int = -1
     lent: int = -1
-    late: int = -1
+    late: tuple[LateShape, ...] = ()
     rebuilding: int = -1
     places: int = -1
     comparing: int = -1
     count: int = -1
     again: tuple[tuple[int, int], ...] = ()
     lent_until: int = field(default=0, compare=False)
-    late_until: int = field(default=0, compare=False)
     held_until: int = field(default=-1, compare=False)
     kept_until: int = field(default=0, compare=False)
+
+    def with_late_of(self, other: CallShape) -> CallShape:
+        """Itself, or if what nobody wants was there for less in an equal step: with that."""
+        late = tuple(mine.within(its) for mine, its in zip(self.late, other.late, strict=True))
+        return self if all(map(is_, late, self.late)) else replace(self, late=late)
 
     @property
     def end_time(self) -> int:

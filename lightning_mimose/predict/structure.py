@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_mimose.predict.handing import NOT_TAKEN, HandingShape, limits
 from lightning_mimose.predict.layout import Layout
 from lightning_mimose.predict.paths import Path
-from lightning_mimose.predict.shapes import NEVER, CallShape, LeanShape, LooseShape, Position
+from lightning_mimose.predict.shapes import NEVER, CallShape, LateShape, LeanShape, LooseShape, Position
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,14 @@ class Structure:
             units=tuple(data["units"]),
             parents=tuple(data["parents"]),
             calls=tuple(
-                CallShape(**{**call, "again": tuple(map(tuple, call.get("again", ())))}) for call in data["calls"]
+                CallShape(
+                    **{
+                        **call,
+                        "again": tuple(map(tuple, call["again"])),
+                        "late": tuple(LateShape(**late) for late in call["late"]),
+                    }
+                )
+                for call in data["calls"]
             ),
             positions=tuple(Position(**position) for position in data["positions"]),
             loose=tuple(
@@ -123,9 +130,10 @@ class Structure:
         loose = tuple(mine.with_holds_of(its) for mine, its in zip(self.loose, other.loose, strict=True))
         lean = tuple(mine.with_loans_of(its) for mine, its in zip(self.lean, other.lean, strict=True))
         handing = tuple(mine.with_holds_of(its) for mine, its in zip(self.handing, other.handing, strict=True))
-        parts = zip((*loose, *lean, *handing), (*self.loose, *self.lean, *self.handing), strict=True)
-        same = all(new is old for new, old in parts)
-        return self if same else replace(self, loose=loose, lean=lean, handing=handing)
+        calls = tuple(mine.with_late_of(its) for mine, its in zip(self.calls, other.calls, strict=True))
+        mine = (*self.calls, *self.loose, *self.lean, *self.handing)
+        same = all(new is old for new, old in zip((*calls, *loose, *lean, *handing), mine, strict=True))
+        return self if same else replace(self, calls=calls, loose=loose, lean=lean, handing=handing)
 
     @cached_property
     def handed_on(self) -> dict[str, int]:
@@ -275,13 +283,6 @@ class Structure:
         until = np.array([c.lent_until for c in self.calls]).reshape(-1, 1)
         lent: NDArray[np.bool_] = self.alive & (self.times < until)
         return lent
-
-    @cached_property
-    def late(self) -> NDArray[np.bool_]:
-        """Shape (calls, positions): where that is alive which goes in forward with a result that nobody wants."""
-        until = np.array([c.late_until for c in self.calls]).reshape(-1, 1)
-        late: NDArray[np.bool_] = self.alive & (self.times < until)
-        return late
 
     @cached_property
     def layout(self) -> Layout:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mimose import Mimose
 from tests.helpers.models import Batch, Block, Task, TinyText, text_batch
 from tests.helpers.pairs import pair
 
@@ -71,3 +72,34 @@ def test_what_goes_by_the_size_is_learnt_for_its_sizes(task: type[Skips]) -> Non
     for record, peak in late:
         if not record.sheltered:
             assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01), record.size
+
+
+def test_plans_for_one_path_are_forgotten_when_a_size_takes_another() -> None:
+    """As soon as it goes by the size no more: the next text of any length may take the longer path."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block(32) for _ in range(6))
+            self.skips: bool | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            skips = x.shape[1] <= LIMIT if self.skips is None else self.skips
+            for layer in self.layers[:2] if skips else self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    chance, net = random.Random(1), Net()
+    with Mimose(net, budget="1GB", optimizer=torch.optim.SGD(net.parameters(), 1e-3), units=["layers.*"]) as mimose:
+
+        def predicted(length: int) -> int:
+            mimose.step(torch.randn(4, length, 32))
+            return mimose.records[-1].predicted_peak_bytes or 0
+
+        for _ in range(60):
+            predicted(chance.randint(8, 72))
+        before = max(predicted(21) for _ in range(2))  # it may be measured first
+        net.skips = True
+        predicted(50)
+        net.skips = None
+        assert predicted(21) > 1.3 * before > 0
