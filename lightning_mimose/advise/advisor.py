@@ -100,9 +100,7 @@ class Advisor(Student):
         self.resident = resident.without(batch_bytes)
         self.estimator.resident_bytes = self.resident.total_bytes
         self.estimator.adds_to_gradients = not resident.zeroes_gradients
-        planned = size.rounded_up()
-        if planned is not size and self.estimator.has_habit(dict(planned.dims)):
-            planned = size
+        planned = self._stands_for(size)
         plan = self.planner.known(self._key(planned), self.budget_bytes)
         if plan is None and planned is not size:
             plan, planned = self.planner.known(self._key(size), self.budget_bytes), size
@@ -173,19 +171,24 @@ class Advisor(Student):
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
         return size.dims, size.layout, self.resident, self.estimator.token
 
+    def _stands_for(self, size: BatchSize) -> BatchSize:
+        """The rounded size, unless it may take another path than this one."""
+        rounded = size.rounded_up()
+        alone = rounded is not size and self.estimator.has_habit(dict(rounded.dims))
+        return size if alone else rounded
+
     def _known_size(self, size: BatchSize) -> tuple[BatchSize, Prediction | None]:
         """The size that a batch is planned as, and what is known of it: sizes that are nearly the same share a plan.
 
         Of a run whose batches are all of one size no other one is known, not even that which it is rounded up to.
         """
-        rounded = size.rounded_up()
+        rounded = self._stands_for(size)
         prediction = self.estimator.predict(dict(rounded.dims))
         error = prediction.error if prediction is not None and prediction.trusted else inf
-        habitual = error < inf and self.estimator.has_habit(dict(rounded.dims))
-        if rounded is size or (error <= USABLE_ERROR and not habitual):
+        if rounded is size or error <= USABLE_ERROR:
             return rounded, prediction
         own = self.estimator.predict(dict(size.dims))
-        if habitual or (own is not None and ((own.trusted and own.error < error) or prediction is None)):
+        if own is not None and ((own.trusted and own.error < error) or prediction is None):
             return size, own
         return rounded, prediction
 

@@ -17,7 +17,7 @@ from lightning_mimose.measure.savings import rebuilding_bytes, savings
 from lightning_mimose.measure.trace import StepTrace
 from lightning_mimose.measure.twice import Twice
 from lightning_mimose.measure.unseen import peaks_kept
-from lightning_mimose.measure.unwanted import bytes_in, late_of, tops_kept
+from lightning_mimose.measure.unwanted import cut_by, late_of, tops_kept
 from lightning_mimose.menu import GRADE_INSIDE, RECOMPUTE
 from lightning_mimose.predict.maxima import NOT_KNOWN, Groups, Maxima, joined, moved
 from lightning_mimose.predict.shapes import NEVER, CallShape, LateShape, LeanShape, Position
@@ -99,8 +99,7 @@ def observe(
     tops = [moved(groups, -mark.new_gradient_bytes) for groups, mark in zip(trace.tops, trace.marks, strict=True)]
     for index, peak in peaks_beside(trace, ending, pieces).items():
         tops[index] = ((peak - trace.marks[index].new_gradient_bytes,),)
-    late = {call.key: by_call[id(call)].late for call in regions if by_call[id(call)].late}
-    unwanted = tops_kept(trace, late)
+    unwanted = cut_by({call.key: by_call[id(call)].late for call in regions})
     once = {mark: (groups, each) for each in twice.values() for mark, groups in each.once(trace).items()}
     repeated = {  # of calls that would make some of it anew
         id(call): each.once(trace, by_call[id(call)].storages)
@@ -200,8 +199,9 @@ def observe(
         if mark.name in ("again", "again_out"):
             continue
         kept_groups = {i: once[i][0] for i in (index, resumed.get(index, -1)) if i in once}
-        if index in unwanted:
-            kept_groups[index] = unwanted[index]
+        here = unwanted.get(index, {})
+        if here:
+            kept_groups[index] = tops_kept(trace, index, here)
         reached = reached_in(index, kept_groups)
         entry = -1
         if index in kept:  # in the forward of a region that never ran again
@@ -245,14 +245,14 @@ def observe(
             # A region's backward goes on after its recomputation.
             after = resumed[index]
             reached += reached_in(after, kept_groups)
-        here = {key: parts for key, parts in late.items() if index in unwanted and bytes_in(parts, index)}
-        for key in here:
-            left = reached_in(index, tops_kept(trace, {other: each for other, each in late.items() if other != key}))
-            if len(here) > 1:
+        for key, nbytes in here.items():
+            rest = {other: each for other, each in here.items() if other != key}
+            left = reached_in(index, {index: tops_kept(trace, index, rest)} if rest else {})
+            if rest:
                 # The most may be at another moment without all of them: each spares its share of what that leaves.
-                highest, lowest = (max(map(max, reached_in(index, found))) for found in (unwanted, {}))
-                share = bytes_in(here[key], index) / sum(bytes_in(parts, index) for parts in here.values())
-                left = ((max(max(map(max, left)), highest - int(share * (highest - lowest))),),)
+                highest, lowest = (max(map(max, reached_in(index, found))) for found in (kept_groups, {}))
+                relief = int(nbytes / sum(here.values()) * (highest - lowest))
+                left = ((max(max(map(max, left)), highest - relief),),)
             again_at[id(trace.by_key[key])].append((len(positions), columns.add_highest(left)))
         for region in {id(once[i][1].call): once[i][1].call for i in kept_groups if i in once}.values():
             for call in (c for c in family[id(region)] if id(c) in repeated):

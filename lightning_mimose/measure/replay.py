@@ -77,7 +77,7 @@ class Replays:
         clock: Clock,
         *,
         count_flops: bool,
-        searching: Callable[[], bool] = bool,
+        searching: Callable[[], bool],
     ) -> None:
         self._searching = searching
         self._curve, self._storages, self._calls, self._count_flops = curve, storages, calls, count_flops

@@ -59,43 +59,45 @@ def late_of(
     return tuple(Late(at, total[at, since], _is_cut(trace, at, region), since) for at, since in sorted(total))
 
 
-def bytes_in(late: Iterable[Late], mark: int) -> int:
-    """What goes in the midst of an interval.
+def cut_by(late: Mapping[str, Iterable[Late]]) -> dict[int, dict[str, int]]:
+    """Index of an interval that is cut where something goes -> key of a region -> what of it goes there.
+
+    Args:
+        late: Key of a region -> what of it goes.
 
     Example:
-        >>> bytes_in([Late(4, 100, True), Late(4, 10, False), Late(5, 1, True)], 4)
-        100
+        >>> cut_by({"a": [Late(4, 100, True), Late(4, 20, True, 3), Late(4, 10, False)], "b": [Late(5, 1, True)]})
+        {4: {'a': 120}, 5: {'b': 1}}
     """
-    return sum(each.nbytes for each in late if each.cuts and each.went == mark)
+    found: dict[int, dict[str, int]] = {}
+    for key, parts in late.items():
+        for each in parts:
+            if each.cuts:
+                here = found.setdefault(each.went, {})
+                here[key] = here.get(key, 0) + each.nbytes
+    return found
 
 
-def tops_kept(trace: StepTrace, late: Mapping[str, Iterable[Late]]) -> dict[int, Groups]:
-    """Index of an interval that is cut where something goes -> its local maxima, had regions been kept.
+def tops_kept(trace: StepTrace, mark: int, nbytes_of: Mapping[str, int]) -> Groups:
+    """Local maxima of an interval that is cut where something goes, had regions been kept.
+
+    It goes bit by bit, and maybe at several moments: all of it counts until the last of it has gone.
 
     Args:
         trace: The recorded step.
-        late: Key of a region -> what of it goes.
+        mark: Index of the interval.
+        nbytes_of: Key of a region -> what of it goes there.
     """
-    there: dict[int, dict[str, int]] = {}
-    for key, parts in late.items():
-        for went, nbytes, cuts, _ in parts:
-            if cuts:
-                there.setdefault(went, {}).setdefault(key, 0)
-                there[went][key] += nbytes
-    found: dict[int, Groups] = {}
-    for mark, nbytes_of in there.items():
-        groups = []
-        # It goes bit by bit, and maybe at several moments: all of it counts until the last of it has gone.
-        events = ((at, trace.pieces[at].event) for at in trace.pieces_of[mark])
-        last = {event[0]: at for at, event in events if event is not None and event[1] == IS_LATE}
-        ends = {at: key for key, at in last.items()}
-        for at in trace.pieces_of[mark]:
-            before = sum(nbytes_of.values())
-            if at in ends:
-                nbytes_of.pop(ends[at], None)
-            groups.append(lowered(trace, at, -before, -sum(nbytes_of.values())))
-        found[mark] = tuple(groups)
-    return found
+    there, groups = dict(nbytes_of), []
+    events = ((at, trace.pieces[at].event) for at in trace.pieces_of[mark])
+    last = {event[0]: at for at, event in events if event is not None and event[1] == IS_LATE}
+    ends = {at: key for key, at in last.items()}
+    for at in trace.pieces_of[mark]:
+        before = sum(there.values())
+        if at in ends:
+            there.pop(ends[at], None)
+        groups.append(lowered(trace, at, -before, -sum(there.values())))
+    return tuple(groups)
 
 
 def _is_cut(trace: StepTrace, mark: int, region: Call) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_mimose.predict.folding import fold
 from lightning_mimose.predict.maxima import Measured
 from lightning_mimose.predict.paths import Key, Path, names_of
 from lightning_mimose.predict.rounds import FEWEST_ROUNDS
+from lightning_mimose.predict.spans import around
 from lightning_mimose.predict.structure import Structure
 
 FEWEST_SIZES, FEWEST_NUMBERS = 6, 3
@@ -210,9 +211,6 @@ def paths_at(key: Key, seen: Mapping[Path, Collection[Key]]) -> set[Path]:
         return here
     found: set[Path] = set()
     for dim, (_, value) in enumerate(key):
-        spans = [(min(k[dim][1] for k in keys), max(k[dim][1] for k in keys), path) for path, keys in seen.items()]
-        spans.sort(key=lambda span: span[:2])
-        if all(high < low for (_, high, _), (low, _, _) in pairwise(spans)):
-            found.update(path for low, _, path in [span for span in spans if span[0] <= value][-1:])
-            found.update(path for _, high, path in [span for span in spans if span[1] >= value][:1])
+        values = {path: [k[dim][1] for k in keys] for path, keys in seen.items()}
+        found.update(around(value, (((min(each), max(each)), path) for path, each in values.items())))
     return found or set(seen)

@@ -8,12 +8,12 @@ chance: then each path is learnt, and predicted for its sizes alone. Planned ste
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_mimose.predict.loops import Names, Step
 from lightning_mimose.predict.paths import Key, Path, names_of
+from lightning_mimose.predict.spans import are_apart, around
 
 FEWEST_STEPS, ENOUGH_STEPS = 6, 16
 """That have to be seen: of each set of units, and in all. Of two that come by chance, with sizes of one dimension that
@@ -77,7 +77,8 @@ class Parting:
         seen.setdefault(units, _Sizes()).add(key)
         if len(seen) == 1:  # as in most models
             return False
-        if len(seen) > MOST_SETS or not any(_parting_dims(seen)):
+        spans = zip(*(each.spans for each in seen.values()), strict=True)  # by dimension
+        if len(seen) > MOST_SETS or not any(map(are_apart, spans)):
             self._refuted.add(names)
             self.forget(names)
         elif names not in self.parts:
@@ -98,12 +99,9 @@ class Parting:
         Those of the sets of units that the sizes around it call, or the next smaller and the next larger ones. By which
         dimension they go may not be clear yet: then all that is told by one that parts them.
         """
-        found, seen = list[_Sizes](), self._seen[names_of(key)]
-        for dim, parts in enumerate(_parting_dims(seen)):
-            if parts:
-                value, rising = key[dim][1], sorted(seen.values(), key=lambda each: each.spans[dim])
-                found += [each for each in rising if each.spans[dim][0] <= value][-1:]
-                found += [each for each in rising if each.spans[dim][1] >= value][:1]
+        found, seen = list[_Sizes](), self._seen[names_of(key)].values()
+        for dim, (_, value) in enumerate(key):
+            found += around(value, ((each.spans[dim], each) for each in seen))
         return {path for each in found for path in each.paths} if all(each.paths for each in found) else set()
 
     def lay_aside(self, step: Step) -> None:
@@ -150,9 +148,3 @@ class Parting:
             self._seen.setdefault(tuple(names), {})[int(units)] = known
         self.parts |= {tuple(names) for names in state.get("parted", ())}
         self._refuted |= {tuple(names) for names in state.get("unparted", ())}
-
-
-def _parting_dims(seen: Mapping[int, _Sizes]) -> Iterator[bool]:
-    """Whether each dimension parts the sizes of all sets."""
-    for spans in zip(*(each.spans for each in seen.values()), strict=True):
-        yield all(high < low for (_, high), (low, _) in pairwise(sorted(spans)))
