@@ -196,6 +196,7 @@ class Mimose:
                 batch_idx=self._begun - 1,
                 zeroes_gradients=not accumulates,
                 accumulates=accumulates,
+                updates=update,
             )
             loss = attempts.run(once)
             if update:

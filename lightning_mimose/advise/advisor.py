@@ -167,9 +167,9 @@ class Advisor(Student):
         margin = self._margin_bytes(prediction, timeline, self.budget_bytes)
         return self.planner.keep(key, timeline, self.budget_bytes, margin)
 
-    def _key(self, size: BatchSize) -> tuple[Any, ...]:
+    def _key(self, size: BatchSize, resident: Resident | None = None) -> tuple[Any, ...]:
         """What a plan is remembered for: nothing but tuples, which are looked up fastest."""
-        return size.dims, size.layout, self.resident, self.estimator.token
+        return size.dims, size.layout, resident or self.resident, self.estimator.token
 
     def _stands_for(self, size: BatchSize) -> BatchSize:
         """The rounded size, unless it may take another path than this one."""
@@ -224,7 +224,7 @@ class Advisor(Student):
         """
         most = self.estimator.bounds.of(dict(size.dims))
         if most is not None:
-            most = max(max(resident.total_bytes, resident.update_bytes) + most, kept_bytes)
+            most = max(max(resident.total_bytes, resident.end_bytes) + most, kept_bytes)
             if with_reserve(most) + self.misses.kept_free_bytes <= self.budget_bytes:
                 return Advice(Plan((), tuple(self.shelter), most, 0.0), None, False, bounded=True)
         return Advice(None, None, False)
@@ -236,7 +236,7 @@ class Advisor(Student):
             size: Its size.
             resident: What is resident, the batch included.
         """
-        base = max(resident.total_bytes, resident.update_bytes)
+        base = max(resident.total_bytes, resident.end_bytes)
         most = int((self.budget_bytes - self.misses.kept_free_bytes) / (1 + RESERVE_SHARE))
         found = self.estimator.bounds.within(dict(size.dims), most - base)
         if found is None:
@@ -362,7 +362,7 @@ class Advisor(Student):
         size = self.size_of(batch_or_size)
         timeline, prediction = self._timeline_for(size)
         margin = self._margin_bytes(prediction, timeline, budget)
-        plan = self.planner.answer(self._key(size), self.menu(timeline), budget, margin)
+        plan = self.planner.answer(self._key(size, self._asked_resident), self.menu(timeline), budget, margin)
         if plan is not None:
             return plan
         least = self.sure_bytes(timeline)

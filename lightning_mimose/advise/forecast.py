@@ -98,6 +98,11 @@ class Forecast:
         self._actual_peaks: dict[Any, int] = {}
         self._views: dict[tuple[BatchSize, Resident, object], StepView] = {}
 
+    @property
+    def _asked_resident(self) -> Resident:
+        """What is taken to be resident where somebody asks: as in the latest step, and updates come."""
+        return self.resident._replace(updates=True)
+
     # --- what a step takes ------------------------------------------------------------------------------------
 
     def timeline(self, batch_or_size: Any) -> tuple[Timeline, Prediction]:
@@ -136,7 +141,7 @@ class Forecast:
                 f"Ask again after some training steps on batches with these dimensions.{self._unlike(size)}"
             )
         data = round(float(prediction.values[prediction.structure.batch]))
-        return self.timeline_of(prediction, self.resident.without(-data)), prediction
+        return self.timeline_of(prediction, self._asked_resident.without(-data)), prediction
 
     def timeline_of(self, prediction: Prediction, resident: Resident) -> Timeline:
         """The timeline of a predicted step beside what is resident."""

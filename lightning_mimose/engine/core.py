@@ -226,6 +226,7 @@ class Engine:
         epoch: int = 0,
         zeroes_gradients: bool = True,
         accumulates: bool = False,
+        updates: bool = True,
     ) -> None:
         """Choose a plan for a batch and put it in force, before its forward.
 
@@ -235,20 +236,18 @@ class Engine:
             epoch: Index of the epoch, for the record.
             zeroes_gradients: Whether gradients of the last step are set to None before this step's backward.
             accumulates: Whether this step's backward adds to gradients that are there.
+            updates: Whether an update follows it, as far as is known.
 
         Raises:
             BudgetInfeasibleError: No plan keeps this batch inside the budget.
             SizeError: The batch has another type than before, or no tensors where its size has to be known by now.
         """
-        step = self._decisions.decide(
-            batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
-        )
+        told = {"zeroes_gradients": zeroes_gradients, "accumulates": accumulates, "updates": updates}
+        step = self._decisions.decide(batch, batch_idx=batch_idx, epoch=epoch, **told)
         self.running.arm(step)
         if self.tenancy is not None and not self.tenancy.begin(step, self._update.rest_bytes(step.resident)):
             self.drop_step()
-            self.begin_step(  # other jobs take more by now: plan anew
-                batch, batch_idx=batch_idx, epoch=epoch, zeroes_gradients=zeroes_gradients, accumulates=accumulates
-            )
+            self.begin_step(batch, batch_idx=batch_idx, epoch=epoch, **told)  # other jobs take more by now: plan anew
 
     def begin_forward(self) -> None:
         """The forward is about to run."""

@@ -114,7 +114,9 @@ class Decisions:
         elif error is not None:
             raise error
 
-    def decide(self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool) -> Step:
+    def decide(
+        self, batch: Any, *, batch_idx: int, epoch: int, zeroes_gradients: bool, accumulates: bool, updates: bool
+    ) -> Step:
         """The step of a batch, see `Engine.begin_step`; undecided where its size shows only later."""
         began = time.perf_counter()
         advisor, ledger = self._advisor, self._ledger
@@ -157,6 +159,7 @@ class Decisions:
             update.peak_bytes(lasting),
             update.again_bytes,
             counts_held=self._others is not None,
+            updates=updates or self._tenancy is not None,  # what a claim ends with are the gradients, too
         )
         step = Step(
             size or UNSIZED,

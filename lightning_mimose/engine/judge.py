@@ -52,7 +52,7 @@ class Judge:
         # Without a backward it says no more than that (a batch that was skipped).
         clean &= not self._session.met and (step.in_backward or (predicted is not None and peak > predicted))
         if plan is not None and predicted is not None and exact and clean and whole:
-            reached = max(peak, step.resident.update_bytes + step.left_bytes)
+            reached = max(peak, step.resident.end_bytes + step.left_bytes)
             if not step.by_the_way or reached > predicted:
                 advisor.verify(step.size, step.resident, plan, predicted, reached, anew=step.inputs_taught)
                 self._unlike.compare(predicted, reached)

@@ -22,6 +22,7 @@ from lightning_mimose.plugin.support import (
     trained_parameters,
     uses_torch_profiler,
 )
+from lightning_mimose.report.metrics import updates_now
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -131,6 +132,7 @@ class Run:
             epoch=self._trainer.current_epoch,
             zeroes_gradients=self.habits.zeroes(module, first),
             accumulates=not first and module.automatic_optimization,
+            updates=updates_now(self._trainer),
         )
         self._begin()
 

@@ -35,6 +35,8 @@ STRIDES = (
 SUMS = 3
 """Of columns, by which many bases are told apart: each with weights of its own, so that nothing cancels out in all."""
 MOST_OFFERED = 4
+EXACT_DIGITS = 6
+"""Decimals of the share of a peak by which one misses sizes that count."""
 
 
 def padded_bases(dims: tuple[str, ...], sizes: Sequence[Mapping[str, int]]) -> list[Basis]:
@@ -102,18 +104,23 @@ def strided_bases(
     batch = np.array([size["batch"] for size in sizes], dtype=np.float64) if "batch" in dims else None
     sums = columns @ np.random.default_rng(0).uniform(0.5, 1.5, (columns.shape[1], SUMS))
     known = np.column_stack([sums, peaks])
-    missed: list[tuple[float, tuple[int, ...], int]] = []
+    missed: list[tuple[float, int, tuple[int, ...], int]] = []
     for strides, shifts in _rows():
         designs = _designs(lengths, batch, strides, shifts)
         if designs.shape[2] + 2 <= len(sizes):
             each = (np.abs(unseen_residuals(designs, known)) / np.maximum(np.abs(known), 1.0)).max(axis=1)
             shares = np.minimum(each[:, :SUMS].max(axis=1), each[:, SUMS])
             found = np.flatnonzero((shares < USABLE_ERROR) & (strides[:, -1] < lengths.max()))
-            missed += [(float(shares[i]), tuple(strides[i].tolist()), int(shifts[i])) for i in found]
+            levels = strides.shape[1]
+            # What the processor's rounding adds must not choose between two that say the same: that with less in it is.
+            missed += [
+                (round(float(shares[i]), EXACT_DIGITS), levels, tuple(strides[i].tolist()), int(shifts[i]))
+                for i in found
+            ]
     line, square = monomial(dims, *others), monomial(dims, *others, *others)
     rungs: list[Rung] = []
-    for _, levels, shift in sorted(missed)[:MOST_OFFERED]:
-        shares_left = [feature(line, stride, others, shift % stride) for stride in levels]
+    for *_, strided, shift in sorted(missed)[:MOST_OFFERED]:
+        shares_left = [feature(line, stride, others, shift % stride) for stride in strided]
         rungs.append([feature(monomial(dims)), feature(line), *shares_left, shares_left[-1]._replace(exponents=square)])
     return scaled(dims, sizes, rungs)
 

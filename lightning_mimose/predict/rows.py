@@ -56,7 +56,7 @@ def levels(
         gradients = np.maximum(structure.due_gradients, before)
     start: NDArray[np.int64] = padded[entry]
     level: NDArray[np.int64] = padded[column] + start
-    lasting = min(resident.lasting_bytes + resident.again_bytes, MOST_BYTES)  # a batch of any length is a part of it
+    lasting = min(resident.beside_bytes, MOST_BYTES)  # a batch of any length is a part of it
     everything: NDArray[np.int64] = lasting + level + gradients
     return level, start, everything
 
@@ -102,7 +102,7 @@ def kept_timeline(structure: Structure, values: NDArray[np.float64], resident: R
     """
     value = whole_bytes(values)
     level, _, everything = levels(structure, value, resident)
-    base = np.append(everything, resident.update_bytes)
+    base = np.append(everything, resident.end_bytes)
     times, backward = np.append(structure.times, -1), np.append(structure.arrays[2], False)
     places = Places(times, backward, np.zeros(len(base), dtype=np.bool_))
     for each in gone(structure, value, places):
@@ -148,7 +148,7 @@ class Rows:
         self.backward, self.made = structure.arrays[2], structure.due_gradients
         self.values, self.value = values, whole_bytes(values)
         self.level, self.entry, self.base = levels(structure, self.value, resident)
-        activations = int(self.base.max(initial=0)) - resident.lasting_bytes - resident.again_bytes
+        activations = int(self.base.max(initial=0)) - resident.beside_bytes
         self.minimum_bytes = max(1, int(minimum_share * activations))
         # Gradients at a call's backward position also count while it is recomputed.
         self.own = dict(zip(structure.times.tolist(), (self.base - self.level).tolist(), strict=True))
@@ -264,7 +264,7 @@ class Rows:
         relief[options_, columns] = amounts
         more = [self.own[call.backward_time] + int(value[call.before_backward]) for call in again]
         added = np.array(more, dtype=np.int64)
-        base = np.concatenate([self.base, added, self.base[self.twice], [self.resident.update_bytes]])
+        base = np.concatenate([self.base, added, self.base[self.twice], [self.resident.end_bytes]])
         when = (structure.times, [call.backward_time for call in again], structure.times[self.twice], [-1])
         in_backward = (self.backward, [True] * len(again), self.backward[self.twice], [False])
         second = np.zeros(len(base), dtype=np.bool_)

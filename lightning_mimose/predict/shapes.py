@@ -37,8 +37,9 @@ class Resident(NamedTuple):
         lasting_bytes: Parameters, buffers, optimizer state and the batch.
         old_gradient_bytes: Gradients alive at the step's start.
         zeroes_gradients: Whether they are set to None between forward and backward.
-        update_bytes: Peak of the optimizer's update, everything included.
+        update_bytes: Peak of an optimizer's update, everything included.
         again_bytes: What an update that evaluates the loss again (SAM's) holds besides, all through that.
+        updates: Whether the step ends with an update; one that only adds to gradients does not.
         counts_held: Whether `lasting_bytes` has what modules keep from one step to the next: a device that counts its
             memory tells so.
     """
@@ -49,6 +50,17 @@ class Resident(NamedTuple):
     update_bytes: int
     again_bytes: int = 0
     counts_held: bool = False
+    updates: bool = True
+
+    @property
+    def end_bytes(self) -> int:
+        """What the step's end reaches: its update, if it makes one."""
+        return self.update_bytes if self.updates else 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is there all through it: what lasts, and what an update holds that evaluates the loss again."""
+        return self.lasting_bytes + (self.again_bytes if self.updates else 0)
 
     @property
     def total_bytes(self) -> int:

@@ -168,7 +168,12 @@ def _logs_now(trainer: Any) -> bool:
     due = every > 0 and (loop.epoch_loop._batches_that_stepped + 1) % every == 0
     if not due and not trainer.should_stop:
         return False
-    return not (trainer.lightning_module.automatic_optimization and loop._should_accumulate())
+    return updates_now(trainer)
+
+
+def updates_now(trainer: Any) -> bool:
+    """Whether an update follows the batch that is running; in manual optimization one may, as far as is known."""
+    return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate())
 
 
 def _log(callback: Any, name: str, value: float, *, device: torch.device | None = None, **options: Any) -> None:

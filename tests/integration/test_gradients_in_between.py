@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose import BudgetInfeasibleError, MimoseCallback
+from lightning_mimose import BudgetInfeasibleError, Mimose, MimoseCallback
 from tests.helpers.fits import Fit, run, same
 from tests.helpers.meter import MeterCallback
 from tests.helpers.models import Batch, Task, TinyText, loader, quiet_trainer, text_batch
@@ -240,3 +240,52 @@ def test_the_first_batch_of_several_is_predicted_by_those_that_add_to_its_gradie
     assert {record.batch_idx % accumulate for record, _ in planned} == set(range(accumulate))
     for record, peak in planned:
         assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+# --- batches that only add to gradients -----------------------------------------------------------------------
+
+
+class Greedy(Wide):
+    """Its updates take more than the passes of short texts do."""
+
+    def configure_optimizers(self) -> Any:
+        """With temporaries as large as all parameters."""
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+def short_texts() -> list[Batch]:
+    """Of few lengths."""
+    chance = random.Random(0)
+    return [text_batch(2, chance.choice(range(8, 20, 2)), i) for i in range(38)]
+
+
+def test_a_batch_that_only_adds_to_gradients_is_predicted_without_an_update() -> None:
+    """The last one of an epoch updates, however few there were."""
+    batches = short_texts()
+    plain = run(task=Greedy, data=batches, accumulate_grad_batches=3)
+    callback = MimoseCallback(budget := plain.budget(1.1))
+    fit = run(callback, task=Greedy, data=batches, accumulate_grad_batches=3)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget
+    # When a size was seen once in a batch that made gradients, and once in one that added to them.
+    planned = [(r, peak) for r, peak in zip(callback.records, fit.peaks, strict=True) if not r.sheltered][5:]
+    assert len(planned) >= 20
+    reached: dict[bool, list[int]] = {False: [], True: []}
+    for record, peak in planned:
+        assert record.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
+        reached[record.batch_idx % 3 == 2 or record.batch_idx == 37].append(peak)
+    assert max(reached[False]) < 0.95 * min(reached[True]), "what is tested: the update is the peak of these"
+
+
+def test_a_loop_that_only_adds_to_gradients_is_predicted_without_an_update() -> None:
+    """What is asked of a size in between is asked of a step with an update, and no plan of others is changed by it."""
+    module = Greedy()
+    with Mimose(module.model, budget="1GB", optimizer=module.configure_optimizers()) as mimose:
+        for number, batch in enumerate(short_texts()):
+            mimose.step(batch, update=number % 2 == 1)
+            asked = mimose.plan(batch).predicted_peak_bytes if number > 20 else 0
+    planned = [r for r in mimose.records if not r.sheltered and r.predicted_peak_bytes is not None][5:]
+    predicted = [[r.predicted_peak_bytes or 0 for r in planned if r.batch_idx % 2 == odd] for odd in (0, 1)]
+    assert min(map(len, predicted)) >= 8
+    assert max(predicted[0]) < 0.95 * min(predicted[1])
+    assert asked == pytest.approx(planned[-1].predicted_peak_bytes, rel=0.01)

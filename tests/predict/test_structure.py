@@ -19,6 +19,7 @@ from lightning_mimose.measure.resident import batch_bytes
 from lightning_mimose.parts import storage_bytes
 from lightning_mimose.predict.assemble import Extras, Link, assemble
 from lightning_mimose.predict.rates import Rates
+from lightning_mimose.predict.rows import kept_timeline
 from lightning_mimose.predict.shapes import Resident
 from lightning_mimose.predict.timeline import Timeline
 from tests.helpers.hub import HUB
@@ -164,6 +165,20 @@ def test_the_optimizers_update_is_a_position() -> None:
     timeline = timeline_of(seen, resident_of(model, batch, update=10**9))
     assert timeline.peak_bytes({}) == timeline.peak_bytes({"layers.0": "recompute"}) == 10**9
     assert timeline.peak_position({}) == "optimizer step"
+
+
+def test_a_step_without_an_update_does_not_come_to_its_peak() -> None:
+    """Nor is what such an update holds all through a step part of it; and with an update it is."""
+    model, batch = TinyText(), text_batch()
+    seen = observed(model, batch)
+    with_update = resident_of(model, batch, update=10**9)._replace(again_bytes=10**8)
+    without = with_update._replace(updates=False)
+    passes = resident_of(model, batch)
+    for actions in ({}, dict.fromkeys(("layers.0", "layers.2"), "recompute")):
+        assert timeline_of(seen, with_update).peak_bytes(actions) >= 10**9
+        assert timeline_of(seen, without).peak_bytes(actions) == timeline_of(seen, passes).peak_bytes(actions)
+    kept = [kept_timeline(seen.structure, seen.values, each).peak_bytes({}) for each in (without, passes)]
+    assert kept[0] == kept[1]
 
 
 def test_every_unit_that_frees_memory_is_an_option() -> None:
