@@ -15,6 +15,12 @@ from tests.helpers.architectures import equal, train
 STEPS = 30
 
 
+@pytest.fixture(autouse=True)
+def _in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fit comes late: on a busy machine one may, for longer than this lasts."""
+    monkeypatch.setattr(fits, "MAY_BE_LATE", 10**9)
+
+
 class Detector(nn.Module):
     """Patches, a few blocks, and a loss of every box against every query."""
 
@@ -69,9 +75,8 @@ def test_they_are_left_out_until_more_is_known(count: int, learns: int) -> None:
             assert abs(record.predicted_peak_bytes - peak) <= 0.005 * peak
 
 
-def test_what_all_of_them_come_to_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_all_of_them_come_to_is_bounded_too() -> None:
     """Of each so many were seen, but never of all at once."""
-    monkeypatch.setattr(fits, "MAY_BE_LATE", 10**9)  # on a busy machine it may be, for longer than this lasts
     data = images(12)
     most = {**data[-1], "labels": [{"boxes": torch.rand(11, 4)} for _ in range(12)]}
     done = train(Detector, [*data, most], "1GB", loss_of)
