@@ -132,7 +132,8 @@ class Advisor(Student):
                     missed_bytes=self.misses.surplus_bytes,
                 )
             self._announce()
-            if plan is None:  # what the actions asked for cannot do (yet), the shelter can
+            if plan is None or (infeasible and self.estimator.may_skip(size.dims)):
+                # What the actions asked for cannot do (yet), the shelter can; or it shows whether it can.
                 return Advice(None, None, False)
             proves = self.beyond(prediction) > 0
             if proves and set(GRADES).isdisjoint(self.actions_of(plan).values()):

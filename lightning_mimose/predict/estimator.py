@@ -158,6 +158,10 @@ class Estimator:
             self.fits.measured(self.observed.sizes)
         return news
 
+    def may_skip(self, dims: Iterable[tuple[str, int]]) -> bool:
+        """Whether a size may take less than what is predicted for it, see `Parting.may_skip`."""
+        return self.observed.parting.may_skip(tuple(sorted(dims)))
+
     def unsettle(self, dims: Iterable[str]) -> bool:
         """A planned step took a path that was not known; returns whether batches with these dimensions wait for it."""
         return self.observed.waits.strange(tuple(sorted(dims)))

@@ -104,6 +104,21 @@ class Parting:
             found += around(value, ((each.spans[dim], each) for each in seen))
         return {path for each in found for path in each.paths} if all(each.paths for each in found) else set()
 
+    def may_skip(self, key: Key) -> bool:
+        """Whether a size may take a part of the longest path, as those around it do, before it is known to go by that.
+
+        What it takes is predicted by the longest one then: that it does not fit is no reason to refuse it.
+        """
+        seen = self._seen.get(names_of(key), {})
+        if len(seen) < 2 or names_of(key) in self.parts or names_of(key) in self._refuted:
+            return False
+        every = {path for each in seen.values() for path in each.paths}
+        return any(
+            not each.paths or any(path.is_part_of(other) for path in each.paths for other in every)
+            for dim, (_, value) in enumerate(key)
+            for each in around(value, ((each.spans[dim], each) for each in seen.values()))
+        )
+
     def lay_aside(self, step: Step) -> None:
         """A step that is not learnt from, for it took a part of another's path."""
         names = names_of(step.key)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mimose import Mimose
+from lightning_mimose import Mimose, MimoseCallback
+from tests.helpers.fits import run, same
 from tests.helpers.models import Batch, Block, Task, TinyText, text_batch
 from tests.helpers.pairs import pair
 
@@ -103,3 +104,25 @@ def test_plans_for_one_path_are_forgotten_when_a_size_takes_another() -> None:
         predicted(50)
         net.skips = None
         assert predicted(21) > 1.3 * before > 0
+
+
+def test_long_texts_that_skip_blocks_are_not_refused_for_them() -> None:
+    """Though it is not known yet that it goes by the length, and no plan for all blocks would fit."""
+
+    class Deep(LongSkip):
+        def __init__(self, _: Any = None) -> None:
+            super().__init__()
+            self.model = TinyText(24, 32)
+
+        def skips(self, length: int) -> bool:
+            return length > 64
+
+    chance = random.Random(3)
+    short, long = ([text_batch(4, chance.randint(*span), i) for i in range(20)] for span in ((8, 64), (66, 90)))
+    data = [*short[:10], *long[:4], *short[10:16], *long[4:8], *short[16:]]
+    plain = run(task=Deep, data=data)
+    callback = MimoseCallback(budget := plain.budget(0.1))
+    fit = run(callback, task=Deep, data=data)
+    assert len(fit.peaks) == len(data)
+    assert same(plain.weights(), fit.weights())
+    assert max(fit.peaks) <= budget
